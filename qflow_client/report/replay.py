@@ -120,6 +120,9 @@ class _Alone:
     def died(self, queue: Queue, message: StoredMessage, reason: object) -> None:
         """Do nothing, because the queue has no dead-letter exchange."""
 
+    def note_surplus(self, queue: Queue, on: bool) -> None:
+        """Do nothing, because the queue has no maximum."""
+
     def unused(self, queue: Queue) -> None:
         """Do nothing, because the queue does not expire."""
 

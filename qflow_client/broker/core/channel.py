@@ -25,7 +25,9 @@ from qflow_client.broker.core import wire
 from qflow_client.broker.core.channelflow import ChannelFlow, FlowingSession
 from qflow_client.broker.core.confirms import Confirms
 from qflow_client.broker.core.consuming import Consuming, DeliveringSession
+from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.controls import Controls
+from qflow_client.broker.core.dropping import drops_each
 from qflow_client.broker.core.entries import StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
 from qflow_client.broker.core.exchange import MANY_QUEUES, Target
@@ -66,6 +68,9 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
     @property
     def blocks(self) -> Mapping[str, str]:
         """The alarms that block the client: the name and the reason of each."""
+
+    def wait_for_letters(self, causes: int) -> None:
+        """Hold the input until `DeadLetters.when_done`, if `DeadLetters.causes` has increased since `causes`."""
 
     def channel_closed(self, channel: Channel) -> None:
         """Forget a channel that has finished closing."""
@@ -170,9 +175,14 @@ class Channel:
             raise ConnectionException(
                 ReplyCode.COMMAND_INVALID, f"a client must not send {method.name} on channel {self.number}"
             )
-        began = self.host.clock()
-        handler(self, method)
-        self._check_time(began)
+        began, letters = self.host.clock(), self.host.dead_letters
+        causes = letters.causes
+        try:
+            with letters:
+                handler(self, method)
+        finally:
+            self.session.wait_for_letters(causes)
+            self._check_time(began)
 
     def _check_time(self, began: float) -> None:
         """If a frame takes long, serve other connections before the next frame. The session rarely reads the clock."""
@@ -305,7 +315,7 @@ class Channel:
     def _publish_watched(self, message: StoredMessage, target: Target, tag: int) -> None:
         """Publish a message that needs more than an append to each of its queues."""
         confirms, flow = self.confirms, self.flow
-        was_flowed = False
+        was_flowed = is_counted = False
         if flow.blocked_by:
             was_flowed = flow.is_flowed_by_others
             flow.check()
@@ -319,14 +329,22 @@ class Channel:
             return
         if not queues and target.mandatory:
             self.return_message(message)
+        letters = self.host.dead_letters
+        causes = letters.causes
         if len(queues) == 1 and not queues[0].dropping.has_letters:
             # A queue that sends no dead letters does not need `with`, see `DeadLetters`. Publishing is then 5 % faster.
             refused = refusal(queues, message.size)
             is_held = refused is None and self._enqueue(message, queues, tag)
+            if refused is not None and not refused.waits:
+                is_counted = refused.queue.turn_away(message, can_nack=confirms is not None)
         else:
-            with self.host.dead_letters:
+            with letters:
                 refused = refusal(queues, message.size)
                 is_held = refused is None and self._enqueue(message, queues, tag)
+                if refused is not None and not refused.waits:
+                    is_counted = refused.queue.turn_away(message, can_nack=confirms is not None)
+        if letters.causes != causes:
+            self.session.wait_for_letters(causes)
         if refused is not None:
             if refused.waits:
                 if confirms is not None:
@@ -337,7 +355,7 @@ class Channel:
                     # With a new version, later messages for these queues use this method too, and do not overtake.
                     self.router.version += 1
                 self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
-            elif not refused.queue.turn_away(message, can_nack=confirms is not None):
+            elif not is_counted:
                 self._refuse(tag, refused.reason)
             return
         if self.host.journal is not None:
@@ -354,13 +372,14 @@ class Channel:
         confirms = self.confirms if is_open and tag else None
         source = self.flow if is_open else None
         completion = confirms.completion(tag) if confirms is not None else None
+        drops = Contents.AT_ONCE if len(queues) == 1 else drops_each(len(queues))
         for queue in queues:
-            queue.enqueue(message, source, completion)
+            queue.enqueue(message, source, completion, drops)
         is_held = confirms is not None and completion is not None and confirms.arm(completion)
         if is_held and confirms is not None and tag not in confirms.owed:
             self._owe(message.size, tag)
         for queue in queues:
-            queue.after_publish()
+            queue.after_publish(drops)
         return is_held
 
     def admit(self, waiting: WaitingPublish) -> None:
@@ -400,8 +419,7 @@ class Channel:
     def count_rates(self, message: StoredMessage, queues: tuple[Queue, ...]) -> None:
         meter = self.host.meter
         if meter:
-            names = (queue.name for queue in queues)
-            user = self.session.handshake.user
+            names, user = (queue.name for queue in queues), self.session.handshake.user
             meter.take(self.flow, message.size, message.target.exchange, names, user, self.host.clock())
 
     def return_message(self, message: StoredMessage) -> None:

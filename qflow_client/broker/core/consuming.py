@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator
+from itertools import islice, takewhile
 from struct import Struct
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from pamqp import commands
 
 from qflow_client.amqp.frames import METHOD_FRAME, frame
 from qflow_client.broker.core import wire
+from qflow_client.broker.core.dropping import drops_each
 from qflow_client.broker.core.entries import QueueEntry, QueueView, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
 from qflow_client.broker.core.handshake import Handshake
@@ -111,10 +113,8 @@ class ChannelConsumer:
 class Consuming:
     """The consumers of a channel, and its unsettled deliveries."""
 
-    #: Maximum number of deliveries that one call of `take` returns. A delivery from a queue that dead-letters counts as
-    #: LETTER deliveries, because it takes longer to settle.
+    #: Maximum number of deliveries that one call of `take` returns.
     AT_ONCE = 10_000
-    LETTER = 50
     #: Maximum number of deliveries of a closed channel that return to their queues in one step.
     RETURNS = 1000
 
@@ -310,13 +310,8 @@ class Consuming:
         if tag and tag not in unacked:
             raise self._unknown(tag)
         last = tag or self._ack_until or next(reversed(unacked), 0)
-        deliveries: list[Delivery] = []
-        left = self.AT_ONCE
-        for known, delivery in unacked.items():
-            if known > last or left <= 0:
-                break
-            deliveries.append(delivery)
-            left -= self.LETTER if delivery.entry.queue.dropping.has_letters else 1
+        oldest = islice(unacked.items(), self.AT_ONCE)
+        deliveries = [delivery for _, delivery in takewhile(lambda item: item[0] <= last, oldest)]
         for delivery in deliveries:
             del unacked[delivery.tag]
             self._count_unacked(delivery, -1)
@@ -366,7 +361,7 @@ class Consuming:
             queue.dispatcher.requeue(entries)
         for queue in back:
             # As in RabbitMQ, the queue applies its maximum to the returned messages before it delivers any.
-            queue.trim()
+            queue.trim(drops_each(len(back)))
         self.wake()
         for queue in back:
             queue.dispatcher.dispatch()
@@ -441,7 +436,7 @@ class Consuming:
             for queue in tuple(paused):
                 del paused[queue]
                 queue.dispatcher.pause(-1)
-                queue.trim()
+                queue.trim(drops_each(self._host.slices.AT_ONCE))
                 queue.dispatcher.dispatch()
                 yield
         finally:

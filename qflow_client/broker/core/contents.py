@@ -13,6 +13,7 @@ Each `EntryObserver` (see `queue.py`) is called after the counts have changed, a
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
@@ -68,10 +69,11 @@ class Contents:
 
     #: `ready` is built again if more than this number, and also more than half, of its entries are gone.
     MAX_GAPS = 64
-    #: Maximum number of entries that leave in one slice.
+    #: Maximum number of entries that leave in one slice, or that are dropped in one step.
     AT_ONCE = 1000
 
     __slots__ = (
+        "_by_age",
         "depth",
         "drops",
         "gaps",
@@ -98,6 +100,8 @@ class Contents:
         # Unacked entries, in the order of delivery, and their body bytes.
         self.unacked: dict[QueueEntry, None] = {}
         self.unacked_size = 0
+        # A heap with the unacked entries, which can also have others; None until `oldest_unacked` needs it.
+        self._by_age: list[tuple[int, QueueEntry]] | None = None
         self.leaving: deque[QueueEntry] = deque()
         self.leaving_size = 0
         # Totals of ready, unacked and leaving entries: messages and body bytes (D6).
@@ -146,12 +150,16 @@ class Contents:
         entry.is_unacked = True
         self.unacked[entry] = None
         self.unacked_size += entry.message.size
+        if self._by_age is not None:
+            heapq.heappush(self._by_age, (entry.sequence, entry))
         for observer in self.observers:
             observer.lent(entry)
 
     def remove_unacked(self, entry: QueueEntry) -> None:
         """Remove an entry from the unacked entries. The caller then requeues the entry or lets it leave."""
         del self.unacked[entry]
+        if self._by_age is not None and len(self._by_age) > self.MAX_GAPS + 2 * len(self.unacked):
+            self._by_age = None
         self.unacked_size -= entry.message.size
 
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
@@ -228,6 +236,7 @@ class Contents:
 
     def purge_unacked(self) -> None:
         """Move all unacked entries to `leaving`. Later acks of these entries change nothing."""
+        self._by_age = None
         entries, size = deque(self.unacked), self.unacked_size
         self.unacked.clear()
         self.unacked_size = 0
@@ -273,12 +282,35 @@ class Contents:
 
     def oldest(self) -> QueueEntry | None:
         """Return the oldest of the ready and the unacked entries; ``None`` if there is none."""
-        entry = self.first()
-        if self.unacked:
-            oldest = min(self.unacked, key=_sequence)
-            if entry is None or oldest.sequence < entry.sequence:
-                return oldest
+        entry, unacked = self.first(), self.oldest_unacked()
+        if unacked is not None and (entry is None or unacked.sequence < entry.sequence):
+            return unacked
         return entry
+
+    def oldest_unacked(self) -> QueueEntry | None:
+        """Return the oldest unacked entry; ``None`` if there is none."""
+        if not self.unacked:
+            self._by_age = None
+            return None
+        if self._by_age is None:
+            self._by_age = [(entry.sequence, entry) for entry in self.unacked]
+            heapq.heapify(self._by_age)
+        while self._by_age[0][1] not in self.unacked:
+            heapq.heappop(self._by_age)
+        return self._by_age[0][1]
+
+    def reaches_unacked(self, count: int, size: int) -> bool:
+        """Whether one of the oldest entries, which have together `count` messages and `size` bytes, is unacked."""
+        unacked = self.oldest_unacked()
+        if unacked is None:
+            return False
+        for entry in self.ready:
+            if (count <= 0 and size <= 0) or unacked.sequence < entry.sequence:
+                break
+            if not entry.is_gone:
+                count -= 1
+                size -= entry.message.size
+        return count > 0 or size > 0
 
 
 def _sequence(entry: QueueEntry) -> int:

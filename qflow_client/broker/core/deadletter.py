@@ -1,7 +1,7 @@
 """Dead-lettering like RabbitMQ's: where a dead message goes, and which headers record its deaths.
 
-`VirtualHost.died` passes dropped and refused messages to `DeadLetters`. A dead letter can die again in its next queue,
-and so on. Two rules limit the number of dead letters.
+A queue passes dropped and refused messages to `DeadLetters`. A dead letter can die again in its next queue, and so on.
+Two rules limit the number of dead letters.
 
 The first rule is RabbitMQ's. A dead letter does not enter a queue in which it has died before, according to its header
 ``x-death``. With this rule alone, the copies of one message can take more than n! paths through n queues.
@@ -11,22 +11,31 @@ first copy to each target (an exchange and a routing key). So there is at most o
 target.
 
 After a rejection by a consumer, both rules ignore earlier deaths. The second rule also ignores deaths before a restart.
+
+One frame can make very many messages die, or a queue exceed its maximum of bytes by very many messages. `DeadLetters`
+sends one slice of the dead letters immediately, and the others in later slices. A queue also drops its messages in
+slices. Between the slices the broker does other work (E9). The client of the frame is not read until the messages are
+dropped, and the dead letters are sent. So a connection cannot make messages die faster than their letters are sent.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from qflow_client.amqp.fields import encode_table
+from qflow_client.broker.core.dropping import drops_each
 from qflow_client.broker.core.entries import DropReason, StoredMessage
 from qflow_client.broker.core.errors import ChannelException
 from qflow_client.broker.core.exchange import Target
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.properties import decode_headers, with_headers
 from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.routing import Router
+from qflow_client.broker.core.timers import Timers
 from qflow_client.broker.core.wire import EXPIRATION_FLAG, short_property
 
 __all__ = ["DeadLetters"]
@@ -58,7 +67,7 @@ class DeadLetter(StoredMessage):
     Args:
         target: the dead-letter exchange and the routing key.
         header: the payload of the content header frame, which records the deaths of the message.
-        deaths: the deaths in the header, the latest first, cached until the end of `DeadLetters._send_all`.
+        deaths: the deaths in the header, the latest first, cached until the end of `DeadLetters._send`.
     """
 
     __slots__ = ("deaths",)
@@ -73,54 +82,153 @@ class DeadLetters:
 
     Inside ``with dead_letters:`` dead messages wait until the end of the block. A publish that can cause dead letters
     uses such a block, from the check for room until all queues have the message. Without the block, a dead letter could
-    use the room that was checked.
+    use the room that was checked. Messages that die outside of a block wait until the next `tick`.
+
+    A dead letter can make messages die in the queues that it enters. Their dead letters are sent before those of older
+    dead messages. Otherwise the number of dead messages could grow without limit while they are sent.
 
     Args:
-        resolve: returns the current target for an exchange and a routing key; ``None`` if the exchange does not exist.
-        destinations: returns the queues of a message with a current target.
+        timers: calls `tick`.
         when_read: calls a function when the body of a message is in memory, or is known to be damaged on disk.
         wall_clock: returns seconds since 1970.
     """
 
-    __slots__ = ("_dead", "_destinations", "_letters", "_pauses", "_resolve", "_wall_clock", "_when_read")
+    #: Maximum number of dead messages and of the queues that get them, in one slice.
+    AT_ONCE = 1000
+
+    __slots__ = (
+        "_began",
+        "_clock",
+        "_dead",
+        "_dying",
+        "_has_timer",
+        "_letters",
+        "_number",
+        "_pauses",
+        "_router",
+        "_surplus",
+        "_timers",
+        "_waiting",
+        "_wall_clock",
+        "_when_read",
+        "causes",
+    )
 
     def __init__(
         self,
-        resolve: Callable[[str, str], Target | None],
-        destinations: Callable[[StoredMessage, Target], Sequence[Queue]],
+        timers: Timers,
+        router: Router,
         when_read: Callable[[StoredMessage, Callable[[], None]], None],
         wall_clock: Callable[[], float],
     ) -> None:
-        self._resolve = resolve
-        self._destinations = destinations
+        self._timers = timers
+        self._clock = timers.clock
+        self._router = router
         self._when_read = when_read
         self._wall_clock = wall_clock
-        # Dead messages that are not dead-lettered yet. The messages wait while `_pauses` is not 0.
-        self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
+        # Dead messages that are not dead-lettered yet, in the order in which their letters are sent. The first value is
+        # the value of `causes` at the death. A message that died because of a dead letter has the value of the letter.
+        self._dead: deque[tuple[int, Queue, StoredMessage, DropReason]] = deque()
+        # While a dead letter is sent: the first value of its dead message, and the messages that die because of it.
+        self._number = 0
+        self._dying: list[tuple[int, Queue, StoredMessage, DropReason]] = []
+        # The queues that exceed their maximum until `Queue.tick` drops more messages.
+        self._surplus: dict[Queue, None] = {}
+        # How often messages have died, or queues have exceeded their maximum, not because of a dead letter.
+        self.causes = 0
+        # Number of the blocks `with dead_letters:` that have not ended, and the time at which the first of them began.
         self._pauses = 0
-        # The dead letters that the current `_send_all` has created.
+        self._began = 0.0
+        # The dead letters that the current `_send` has created.
         self._letters: list[DeadLetter] = []
+        # Whether `tick` will be called soon.
+        self._has_timer = False
+        # The functions of `when_done`, each with a value of `causes`, in this order.
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
 
     def __enter__(self) -> None:
+        if not self._pauses:
+            self._began = self._clock()
         self._pauses += 1
 
     def __exit__(self, *error: object) -> None:
         self._pauses -= 1
-        if self._dead and not self._pauses:
-            self._send_all()
+        if self._dead and not self._pauses and not self._has_timer:
+            try:
+                self._send(self._began)
+            finally:
+                self._go_on_soon()
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         """Dead-letter a message that a queue with a dead-letter exchange has dropped or refused."""
-        self._dead.append((queue, message, reason))
+        if self._number:
+            self._dying.append((self._number, queue, message, reason))
+            return
+        self.causes += 1
+        self._dead.append((self.causes, queue, message, reason))
         if not self._pauses:
-            self._send_all()
+            self._go_on_soon()
 
-    def _send_all(self) -> None:
-        """Send all dead messages. Messages that die meanwhile are only added to `_dead`, so calls are not nested."""
+    def note_surplus(self, queue: Queue, on: bool) -> None:
+        """Record that a queue exceeds its maximum until `Queue.tick` drops more messages, or no longer does so."""
+        if on:
+            if not self._number:
+                self.causes += 1
+            self._surplus[queue] = None
+        elif queue in self._surplus:
+            del self._surplus[queue]
+            self._go_on_soon()
+
+    def is_done(self, causes: int) -> bool:
+        """Whether no queue exceeds its maximum, and all letters are sent whose messages died until `causes`."""
+        return not self._surplus and (not self._dead or self._dead[0][0] > causes)
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call a function when all letters are sent whose messages have died, and no queue exceeds its maximum."""
+        self._waiting.append((self.causes, call))
+
+    def send_all(self) -> None:
+        """Send all letters immediately, because the broker stops."""
+        while self._dead:
+            self._send(self._clock(), is_first=True)
+
+    def _go_on_soon(self) -> None:
+        """Let `tick` be called soon if it can do something."""
+        can_go_on = self._dead or (self._waiting and self.is_done(self._waiting[0][0]))
+        if can_go_on and not self._has_timer and not self._surplus:
+            self._has_timer = True
+            self._timers.wake_at(self, self._clock())
+
+    def tick(self, now: float) -> None:
+        self._has_timer = False
+        try:
+            if not self._surplus:
+                self._send(self._clock(), is_first=True)
+            while self._waiting and self.is_done(self._waiting[0][0]):
+                self._waiting.popleft()[1]()
+        finally:
+            self._go_on_soon()
+
+    def _send(self, began: float, *, is_first: bool = False) -> None:
+        """Send one slice of dead letters. The slice counts as begun at the time `began`.
+
+        Args:
+            is_first: whether to send the first letter even if it alone exceeds the maximum of a slice.
+        """
+        end = began + Timers.MAX_TICK
+        left: float = self.AT_ONCE
         self._pauses += 1
         try:
-            while self._dead:
-                self._send_next(*self._dead.popleft())
+            while self._dead and (is_first or (left > 0 and not self._surplus and self._clock() < end)):
+                self._number, queue, message, reason = self._dead.popleft()
+                try:
+                    left -= self._send_next(queue, message, reason, math.inf if is_first else left)
+                finally:
+                    self._number = 0
+                    if self._dying:
+                        self._dead.extendleft(reversed(self._dying))
+                        self._dying.clear()
+                is_first = False
         finally:
             self._pauses -= 1
             for letter in self._letters:
@@ -128,7 +236,12 @@ class DeadLetters:
                 letter.deaths = None
             self._letters.clear()
 
-    def _send_next(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+    def _send_next(self, queue: Queue, message: StoredMessage, reason: DropReason, most: float) -> float:
+        """Send one dead letter. Return the share of the slice that it takes: 1, and 1 for each queue that gets it.
+
+        If this is more than `most`, only put the message back.
+        """
+        cost: float = 1
         if message.is_lost:
             queue.contents.count_drop(DropReason.DAMAGED)
             if queue.storage is not None:
@@ -137,16 +250,22 @@ class DeadLetters:
             self._when_read(message, lambda: self.died(queue, message, reason))
         else:
             try:
-                self._send(queue, message, reason)
+                cost += self._publish(queue, message, reason, most - 1)
             except ChannelException as error:
                 _log.warning("queue '%s': a message is lost (%s): %s", queue.name, reason, error.text)
-            if queue.storage is not None:
+            if cost > most:
+                self.died(queue, message, reason)
+            elif queue.storage is not None:
                 queue.storage.letter_done(message)
+        return cost
 
-    def _send(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+    def _publish(self, queue: Queue, message: StoredMessage, reason: DropReason, most: float) -> int:
+        """Publish a dead letter, unless it goes to more than `most` queues. Return the number of its queues."""
         options = queue.options
         key = options.dead_letter_routing_key
-        target = self._resolve(options.dead_letter_exchange or "", message.target.routing_key if key is None else key)
+        if key is None:
+            key = message.target.routing_key
+        target = self._router.target(options.dead_letter_exchange or "", key)
         if target is None:
             _log.warning(
                 "queue '%s': a message is lost (%s): dead-letter exchange '%s' does not exist",
@@ -154,11 +273,11 @@ class DeadLetters:
                 reason,
                 options.dead_letter_exchange,
             )
-            return
+            return 0
+        way = queue.name, target.exchange, target.routing_key
         sent: set[tuple[str, str, str]] = set()
         if reason is not DropReason.REJECTED:
             sent = message.dead_lettered = getattr(message, "dead_lettered", sent)
-            way = queue.name, target.exchange, target.routing_key
             if way in sent:
                 if DropReason.COPY not in queue.contents.drops:
                     _log.warning(
@@ -167,15 +286,20 @@ class DeadLetters:
                         queue.name,
                     )
                 queue.contents.count_drop(DropReason.COPY)
-                return
+                return 0
             sent.add(way)
         assert message.body is not None
         deaths, headers = _deaths_and_headers(message, queue.name, reason, self._wall_clock())
         letter = DeadLetter(target, with_headers(message.header, headers), message.body, deaths)
+        destinations = self._router.destinations(letter, target)
+        if len(destinations) > most:
+            sent.discard(way)
+            return len(destinations)
         letter.dead_lettered = sent
         self._letters.append(letter)
         blocked = _cycle_queues(reason, deaths)
-        for destination in self._destinations(letter, target):
+        drops = drops_each(len(destinations))
+        for destination in destinations:
             # A dead letter has no publisher that could get a nack. So each destination accepts or drops it separately.
             if destination.name in blocked:
                 if DropReason.CYCLE not in destination.contents.drops:
@@ -188,8 +312,9 @@ class DeadLetters:
             elif destination.refusal(letter.size) is not None:
                 destination.contents.count_drop(DropReason.REFUSED)
             else:
-                destination.enqueue(letter)
-                destination.after_publish()
+                destination.enqueue(letter, drops=drops)
+                destination.after_publish(drops)
+        return len(destinations)
 
 
 def _field(value: Any) -> bytes:

@@ -100,18 +100,24 @@ class Dispatcher:
 
     # Deliveries.
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether closed channels still return deliveries to the queue."""
+        return self._pauses > 0
+
     def pause(self, change: int) -> None:
         """Change the pause counter by 1 or -1. When the counter is 0 again, the caller calls `dispatch`."""
         self._pauses += change
+        if self._dropping.has_surplus:
+            self._dropping.wake()
 
     def catch_up(self) -> bool:
-        """Drop expired messages. Return False if more have to be dropped, or if closed channels still return messages.
+        """Drop expired messages. Return False if more must be dropped now, or if closed channels still return messages.
 
         If it is False, the message that `take` returns is perhaps not the next one, or it returns none too early.
         """
-        expiry = self._dropping.expiry
         self._dropping.expire()
-        return not self._pauses and (expiry is None or not expiry.is_behind)
+        return not self._pauses and not self._dropping.is_behind
 
     def dispatch(self) -> None:
         """Drop expired messages, and deliver as many messages as the consumers take, in turn."""
@@ -125,8 +131,8 @@ class Dispatcher:
         After `AT_ONCE` messages, the method ends, and `Queue.tick` calls it again soon. A single consumer needs no such
         limit, because `Output.takes_deliveries` limits the deliveries to each connection.
         """
-        contents, storage, expiry = self._contents, self._storage, self._dropping.expiry
-        if self._pauses or (expiry is not None and expiry.is_behind):
+        contents, storage, dropping = self._contents, self._storage, self._dropping
+        if self._pauses or dropping.has_surplus or (dropping.expiry is not None and dropping.expiry.is_behind):
             return
         ready, active = contents.ready, self.active
         if storage is not None and not storage.may_lack:
@@ -156,14 +162,14 @@ class Dispatcher:
                 contents.lend(entry)
                 consumer.deliver(entry)
         if not left:
-            self._dropping.wake()
+            dropping.wake()
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
         """Take the next ready entry, which becomes unacked, or with `no_ack` leaves. ``None`` if no entry is ready."""
         contents, dropping = self._contents, self._dropping
         dropping.expire()
         entry = contents.first()
-        if entry is None or (dropping.expiry is not None and dropping.expiry.is_behind):
+        if entry is None or dropping.is_behind:
             return None
         contents.ready.popleft()
         self.delivered += 1

@@ -12,7 +12,12 @@ from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.entries import DropReason, QueueEntry, StoredMessage
 from qflow_client.broker.core.expiry import Expiry
 
-__all__ = ["Dropping"]
+__all__ = ["Dropping", "drops_each"]
+
+
+def drops_each(queues: int) -> int:
+    """Return how many messages each queue may drop in a step that concerns this number of queues."""
+    return max(1, Contents.AT_ONCE // max(1, queues))
 
 
 class Dropping:
@@ -23,7 +28,7 @@ class Dropping:
         wake: called if `Queue.tick` has to be called soon, for example because `Contents.leaving` is not empty yet.
     """
 
-    __slots__ = ("_contents", "_died", "expiry", "has_letters", "wake")
+    __slots__ = ("_contents", "_died", "expiry", "has_letters", "has_surplus", "wake")
 
     def __init__(
         self,
@@ -35,15 +40,22 @@ class Dropping:
         self._died = died
         # Whether the queue has a dead-letter exchange.
         self.has_letters = died is not None
+        # Whether the queue exceeds its maximum until `Queue.tick` has dropped more messages.
+        self.has_surplus = False
         self.wake = wake
         # The entries that expire; None if neither the queue nor any message so far has a time to live.
         self.expiry: Expiry | None = None
 
-    def expire(self) -> None:
-        """Drop expired ready entries. If there are too many for one call, `Queue.tick` drops the rest soon."""
+    @property
+    def is_behind(self) -> bool:
+        """Whether entries must still be dropped, because they have expired or exceed the maximum."""
+        return self.has_surplus or (self.expiry is not None and self.expiry.is_behind)
+
+    def expire(self, most: int | None = None) -> None:
+        """Drop up to `most` expired ready entries. If there are more, `Queue.tick` drops them soon."""
         if self.expiry is None:
             return
-        due = self.expiry.take_due(Contents.AT_ONCE)
+        due = self.expiry.take_due(Contents.AT_ONCE if most is None else most)
         for entry in due:
             self._contents.take_out(entry)
             self._contents.left(entry, DropReason.EXPIRED)
@@ -59,19 +71,6 @@ class Dropping:
         self._contents.take_out(entry)
         self._contents.left(entry, reason)
         self.dead_letter(entry.message, reason)
-
-    def drop_oldest(self) -> None:
-        if self._contents.leaving:
-            self.let_leave()
-            return
-        entry = self._contents.oldest()
-        assert entry is not None
-        self.drop(entry, DropReason.MAXLEN)
-
-    def drop_head(self) -> None:
-        entry = self._contents.first()
-        assert entry is not None
-        self.drop(entry, DropReason.MAXLEN)
 
     def drop_for_memory(self, entry: QueueEntry) -> None:
         """Drop a ready entry to free memory (A1). There is no dead letter, because a dead letter needs memory too."""

@@ -107,6 +107,8 @@ class EmbeddedBroker:
                 started.push_async_callback(self._disk.stop)
             started.callback(self._runner.leave)
             started.callback(self._host.end_observing)
+            # A store keeps only letters that are sent before it stops.
+            started.callback(self._host.dead_letters.send_all)
             self._port = await self._server.start()
             started.push_async_callback(self._server.stop)
             for front in self._fronts:

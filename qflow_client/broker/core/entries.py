@@ -7,6 +7,7 @@ place of the message in the queue. The protocols at the end describe a queue and
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Protocol
@@ -272,6 +273,9 @@ class QueueContents(Protocol):
     #: Number and body bytes of all messages: ready, unacked and leaving (D6).
     depth: int
     size: int
+    #: The entries that leave in slices, and their body bytes.
+    leaving: deque[QueueEntry]
+    leaving_size: int
 
     @property
     def ready_count(self) -> int:
@@ -280,6 +284,15 @@ class QueueContents(Protocol):
     @property
     def ready_size(self) -> int:
         """Body bytes of the ready messages."""
+
+    def first(self) -> QueueEntry | None:
+        """Return the oldest ready entry; ``None`` if there is none."""
+
+    def oldest(self) -> QueueEntry | None:
+        """Return the oldest of the ready and the unacked entries; ``None`` if there is none."""
+
+    def reaches_unacked(self, count: int, size: int) -> bool:
+        """Whether one of the oldest entries, which have together `count` messages and `size` bytes, is unacked."""
 
     def oldest_first(self) -> Iterator[QueueEntry]:
         """Yield the ready and the unacked entries in the order of the queue."""
@@ -291,11 +304,8 @@ class QueueDropping(Protocol):
     #: Whether the queue dead-letters dropped messages.
     has_letters: bool
 
-    def drop_oldest(self) -> None:
-        """Drop the oldest entry, even if unacked. If `Contents.leaving` has entries, let some of them leave instead."""
-
-    def drop_head(self) -> None:
-        """Drop the oldest ready entry. There must be a ready entry."""
+    def drop(self, entry: QueueEntry, reason: DropReason) -> None:
+        """Drop an entry, and dead-letter its message if the queue has a dead-letter exchange."""
 
     def drop_for_memory(self, entry: QueueEntry) -> None:
         """Drop a ready entry because memory exceeds its limit."""
@@ -359,5 +369,5 @@ class QueueView(Protocol):
     def droppable(self) -> DroppableEntries | None:
         """The entries that may be dropped to free memory; ``None`` if no entry may be dropped."""
 
-    def trim(self) -> None:
+    def trim(self, drops: int) -> None:
         """After a requeue, drop the messages beyond the maximum. See `Queue.trim`."""

@@ -62,11 +62,19 @@ class Overflow:
         """
         return None
 
-    def make_room(self, queue: QueueView, size: int) -> None:
-        """Make room for an accepted message with `size` body bytes."""
+    def make_room(self, queue: QueueView, size: int, most: int) -> bool:
+        """Make room for an accepted message with `size` body bytes.
 
-    def trim(self, queue: QueueView) -> None:
-        """Drop the messages beyond the maximum, or evict their bodies. If `counts_ready`, also used after a requeue."""
+        Return True if there is not enough room after `most` messages were dropped.
+        """
+        return False
+
+    def trim(self, queue: QueueView, most: int) -> bool:
+        """Drop the messages beyond the maximum, or evict their bodies. If `counts_ready`, also used after a requeue.
+
+        Return True if the queue still exceeds the maximum after `most` messages were dropped.
+        """
+        return False
 
     def _excess(self, depth: int, size: int) -> tuple[int, int]:
         """Return the numbers of messages and body bytes beyond the maximum; 0 or less means that all of them fit."""

@@ -5,9 +5,10 @@ bytes into frames. The session gives each frame to an open channel, or handles t
 for channel 0. If the handling of a frame raises an `AmqpError`, the session closes the channel or the connection. Later
 frames of a closed channel are ignored until the client has answered the close.
 
-Held input is input that the session keeps and handles later. `receive_data` holds the rest of its input in three cases:
+Held input is input that the session keeps and handles later. `receive_data` holds the rest of its input in four cases:
 
 - More than `Session.MAX_OUTPUT` bytes wait to be sent. So the output for a client that does not read is limited.
+- A frame made messages die, and their dead letters are not sent yet, see `DeadLetters`.
 - The time for the input is over, or a frame has set `Session.has_done_much`. So slow frames cannot block the loop.
 - The handling of a frame raises `FrameWaitsError`. The session handles the frame again later.
 """
@@ -120,6 +121,8 @@ class Session:
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
         # Whether further input is ignored: after bytes that are not AMQP, or after an internal error.
         self._is_deaf = False
+        # Whether the input is held until `DeadLetters.when_done`.
+        self._waits_for_letters = False
         # Address of the client; empty if it has none.
         self.address = ""
         # Whether Connection.Open was accepted. If so, `VirtualHost.open_connections` counts this session until it ends.
@@ -230,8 +233,22 @@ class Session:
 
     @property
     def can_resume(self) -> bool:
-        """Whether `receive_data` can continue with held input: no tarpit, and at most `MAX_OUTPUT` bytes are unsent."""
-        return self.is_held and self.deadlines.tarpit_until is None and self.output.unsent <= self.MAX_OUTPUT
+        """Whether `receive_data` can continue: no tarpit, no unsent dead letters, at most `MAX_OUTPUT` unsent bytes."""
+        waits = self._waits_for_letters or self.deadlines.tarpit_until is not None
+        return self.is_held and not waits and self.output.unsent <= self.MAX_OUTPUT
+
+    def wait_for_letters(self, causes: int) -> None:
+        """Hold the input until `DeadLetters.when_done`, if `DeadLetters.causes` has increased since `causes`."""
+        letters = self.host.dead_letters
+        if letters.causes > causes and not letters.is_done(letters.causes) and self.state is State.RUNNING:
+            # The session also holds input that arrives later, if nothing remains of the current input.
+            self.has_done_much = self._waits_for_letters = self.is_held = True
+            letters.when_done(self._letters_sent)
+
+    def _letters_sent(self) -> None:
+        self._waits_for_letters = False
+        # After its output, a connection continues with held input.
+        self.output.announce()
 
     def _receive_header(self, data: bytes) -> bytes:
         self._beginning += data
@@ -395,7 +412,7 @@ class Session:
                 handshake.check_login(self.address, now, self._login_checked)
                 if self.state not in (State.LOGIN, State.TUNE_OK):
                     return
-            is_silenced = self.is_paused or (self.is_held and bool(self.output.promises))
+            is_silenced = self.is_paused or (self.is_held and (bool(self.output.promises) or self._waits_for_letters))
             missed = deadlines.beat(now, is_silenced=is_silenced, login_at=handshake.login_at)
         if missed is not None:
             _log.info("%s: the connection is cut: %s", self.name, missed)
@@ -418,6 +435,7 @@ class Session:
             return
         # The frame is encoded first, so that nothing has changed if the code cannot be encoded.
         close = wire.close(0, code, text, cause)
+        self._waits_for_letters = False
         _log.info("%s: the connection is closed: %s", self.name, text)
         self.state = State.CLOSE_OK
         self.deadlines.closing(now)

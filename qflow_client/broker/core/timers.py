@@ -29,7 +29,7 @@ class Timers:
     MAX_TICK = 0.005
 
     def __init__(self, clock: Callable[[], float], looked: Callable[[], None]) -> None:
-        self._clock = clock
+        self.clock = clock
         self._looked = looked
         # For each timer: its time, a number that orders timers with the same time, and the object to call.
         self._timers: list[tuple[float, int, Timed]] = []
@@ -45,11 +45,11 @@ class Timers:
 
     def tick(self, now: float) -> None:
         """Call the objects that are due. If this takes longer than `MAX_TICK`, the next `tick` continues."""
-        end = self._clock() + self.MAX_TICK
+        end = self.clock() + self.MAX_TICK
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2].tick(now)
             self._looked()
-            if self._clock() >= end:
+            if self.clock() >= end:
                 break
 
 

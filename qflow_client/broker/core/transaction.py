@@ -18,6 +18,7 @@ from qflow_client.broker.core.channelflow import ChannelFlow
 from qflow_client.broker.core.confirms import Confirms
 from qflow_client.broker.core.consuming import Consuming, Delivery
 from qflow_client.broker.core.controls import Controls
+from qflow_client.broker.core.dropping import drops_each
 from qflow_client.broker.core.entries import QueueView, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import Target
@@ -190,13 +191,14 @@ def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None
         if not queues and target.mandatory:
             channel.return_message(message)
         for queue in queues:
-            queue.enqueue(message, channel.flow)
+            # So the commit drops few messages for each message. The client waits until the others are dropped, too.
+            queue.enqueue(message, channel.flow, drops=1)
             touched[queue] = None
         channel.count_rates(message, queues)
     commit_ok = wire.method(channel.number, commands.Tx.CommitOk())
     channel.output.write_when_durable(commit_ok, topology_only=False)
     for queue in touched:
-        queue.after_publish()
+        queue.after_publish(drops_each(len(touched)))
 
 
 def _present(queues: tuple[Queue, ...], by_name: Mapping[str, Queue]) -> tuple[Queue, ...]:

@@ -6,6 +6,7 @@ Exchanges and bindings are in `topology.py`, routing in `routing.py`, and timers
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -82,7 +83,7 @@ class VirtualHost:
         # Observes the flow control for the flow log; None if there is none.
         self.observer: FlowObserver | None = None
         when_read = journal.when_read if journal is not None else _run
-        self.dead_letters = DeadLetters(self.router.target, self.router.destinations, when_read, wall_clock)
+        self.dead_letters = DeadLetters(self.timers, self.router, when_read, wall_clock)
         # Whether the first message of each channel has to wait, because publishing connections are not read.
         self.takes_no_publisher = False
 
@@ -320,10 +321,11 @@ class VirtualHost:
             refused = refusal(queues, message.size, has_line=False)
             if refused is not None:
                 raise ChannelException(ReplyCode.RESOURCE_ERROR, refused.reason)
+            # The embedding program cannot wait, so all messages beyond a maximum are dropped now.
             for queue in queues:
-                queue.enqueue(message)
+                queue.enqueue(message, drops=sys.maxsize)
             for queue in queues:
-                queue.after_publish()
+                queue.after_publish(sys.maxsize)
         if self.journal is not None:
             self.journal.divide()
         return len(queues)
@@ -349,6 +351,9 @@ class VirtualHost:
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         self.dead_letters.died(queue, message, reason)
+
+    def note_surplus(self, queue: Queue, on: bool) -> None:
+        self.dead_letters.note_surplus(queue, on)
 
 
 def _run(message: StoredMessage, callback: Callable[[], None]) -> None:

@@ -12,10 +12,12 @@ the queue, or at the deadline of the line's first message.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from qflow_client.broker.core.contents import Contents
+from qflow_client.broker.core.dropping import drops_each
 from qflow_client.broker.core.entries import DropReason, StoredMessage
 from qflow_client.broker.core.ports import Journal
 from qflow_client.broker.core.queue import Queue
@@ -163,7 +165,7 @@ class WaitingRoom:
                 refused.queue.contents.count_drop(DropReason.REFUSED)
 
 
-def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
+def refusal(queues: Sequence[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
     """Return why a message is refused or has to wait; ``None`` if all queues accept it.
 
     The message waits if each queue that does not accept it has the policy ``wait``, or has room and a line of messages.
@@ -173,8 +175,9 @@ def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Ref
         has_line: whether this message has to wait if other messages already wait for the queue.
     """
     found = None
+    drops = Contents.AT_ONCE if len(queues) == 1 else drops_each(len(queues))
     for queue in queues:
-        reason = queue.refusal(size) if queue.may_refuse else None
+        reason = queue.refusal(size, drops=drops) if queue.may_refuse else None
         if reason is None and has_line and queue.has_line:
             reason = f"other publishes wait for room in queue '{queue.name}'"
         elif reason is not None and (queue.is_refusing or not _makes_wait(queue, size)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qflow_client.broker.core.entries import QueueView
+from qflow_client.broker.core.entries import DropReason, QueueView
 from qflow_client.broker.core.overflow import Overflow
 from qflow_client.broker.policies.conflation import LastValues
 from qflow_client.broker.policies.policy import QueuePolicy
@@ -22,10 +22,11 @@ class FlowToDisk(Overflow):
     def name(self) -> str:
         return QueuePolicy.FLOW_TO_DISK
 
-    def trim(self, queue: QueueView) -> None:
+    def trim(self, queue: QueueView, most: int) -> bool:
         pager = queue.pager
         if pager is not None and (self.max_size is not None or self.max_count is not None):
             pager.evict(pager.size if self.max_size is None else self.max_size, self.max_count)
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,17 @@ class Wait(Reject):
 class _Dropping(Overflow):
     """Drops queued messages to make room for new messages."""
 
-    def make_room(self, queue: QueueView, size: int) -> None:
-        self._drop(queue, 1, size)
+    def make_room(self, queue: QueueView, size: int, most: int) -> bool:
+        return self._drop(queue, 1, size, most)
 
-    def trim(self, queue: QueueView) -> None:
-        self._drop(queue, 0, 0)
+    def trim(self, queue: QueueView, most: int) -> bool:
+        return self._drop(queue, 0, 0, most)
 
-    def _drop(self, queue: QueueView, count: int, size: int) -> None:
-        """Drop messages until there is room for `count` new messages with `size` bytes in total."""
+    def _drop(self, queue: QueueView, count: int, size: int, most: int) -> bool:
+        """Drop up to `most` messages to make room for `count` new messages with `size` bytes in total.
+
+        Return True if this is not enough.
+        """
         raise NotImplementedError
 
 
@@ -88,24 +92,29 @@ class Ring(_Dropping):
                 f"a message of {largest} bytes is larger than queue '{queue.name}', which holds {self.max_size} bytes"
             )
         contents = queue.contents
-        beyond_count, beyond_size = self._excess(contents.depth + count, contents.size + size)
-        if self.strict and (beyond_count > 0 or beyond_size > 0):
-            for entry in contents.oldest_first():
-                if beyond_count <= 0 and beyond_size <= 0:
-                    break
-                if entry.is_unacked:
-                    return (
-                        f"queue '{queue.name}' is full: to make room, it would have to drop a message that a consumer "
-                        "has not acknowledged yet"
-                    )
-                beyond_count -= 1
-                beyond_size -= entry.message.size
+        if self.strict and contents.reaches_unacked(
+            *self._excess(contents.depth - len(contents.leaving) + count, contents.size - contents.leaving_size + size)
+        ):
+            return (
+                f"queue '{queue.name}' is full: to make room, it would have to drop a message that a consumer has not "
+                "acknowledged yet"
+            )
         return None
 
-    def _drop(self, queue: QueueView, count: int, size: int) -> None:
+    def _drop(self, queue: QueueView, count: int, size: int, most: int) -> bool:
         contents = queue.contents
-        while contents.depth and max(self._excess(contents.depth + count, contents.size + size)) > 0:
-            queue.dropping.drop_oldest()
+        # Messages that leave already need no room.
+        count -= len(contents.leaving)
+        size -= contents.leaving_size
+        while max(self._excess(contents.depth + count, contents.size + size)) > 0:
+            oldest = contents.oldest()
+            if oldest is None or (self.strict and oldest.is_unacked):
+                break
+            if not most:
+                return True
+            most -= 1
+            queue.dropping.drop(oldest, DropReason.MAXLEN)
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +145,17 @@ class DropHead(_Dropping):
     def name(self) -> str:
         return "drop-head"
 
-    def _drop(self, queue: QueueView, count: int, size: int) -> None:
+    def _drop(self, queue: QueueView, count: int, size: int, most: int) -> bool:
         contents = queue.contents
-        while contents.ready_count and max(self._excess(contents.ready_count + count, contents.ready_size + size)) > 0:
-            queue.dropping.drop_head()
+        while max(self._excess(contents.ready_count + count, contents.ready_size + size)) > 0:
+            first = contents.first()
+            if first is None:
+                break
+            if not most:
+                return True
+            most -= 1
+            queue.dropping.drop(first, DropReason.MAXLEN)
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pamqp import body, commands, frame, header
 
 from qflow_client.broker import Broker
 from qflow_client.broker.core.channel import Channel
+from qflow_client.broker.core.deadletter import DeadLetters
 from qflow_client.broker.core.server import Connection, Server
 from qflow_client.broker.core.session import Session
 from tests.certificates import certify
@@ -349,6 +350,31 @@ def test_E6_the_broker_creates_answers_only_as_fast_as_the_client_reads_them(bro
         while size:
             size -= len(client.expect(body.ContentBody))
     assert works(client)
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["sends more", "waits"])
+def test_E9_a_client_that_waits_for_its_dead_letters_is_read_again(connect, monkeypatch, goes_on):
+    monkeypatch.setattr(DeadLetters, "AT_ONCE", 2)
+    # No timer of the connection may read the client again.
+    with Broker(unauthenticated_timeout=600) as broker:
+        broker.declare_queue("dead")
+        broker.declare_queue("q", arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"})
+        for _ in range(50):
+            broker.publish(b"x", "q")
+        client = connect(broker).open().channel()
+        client.send(1, *[commands.Basic.Get(queue="q") for _ in range(50)])
+        for _ in range(50):
+            client.expect(commands.Basic.GetOk)
+            client.read()
+            client.read()
+        declare = commands.Queue.Declare(queue="dead", passive=True)
+        client.send(1, commands.Basic.Nack(0, multiple=True, requeue=False), *([declare] if goes_on else []))
+        if not goes_on:
+            # The broker has read the Nack before, because it counts no more unacked messages.
+            broker.wait_until(lambda b: b.queue("q").unacked == 0)
+            client.send(1, declare)
+        assert client.expect(commands.Queue.DeclareOk).message_count == 50
+        assert works(client)
 
 
 @pytest.fixture(scope="module")

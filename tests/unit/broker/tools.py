@@ -73,6 +73,9 @@ class Alone:
     def died(self, queue, message, reason):
         self.dead.append((message.size, reason.value))
 
+    def note_surplus(self, queue, on):
+        pass
+
     def admit_waiting(self, queue, now):
         pass
 

@@ -198,6 +198,7 @@ def make_web(world, client, count, **arguments):
 def test_E7_the_number_of_dead_letters_among_queues_that_dead_letter_to_each_other_is_bounded(world, client, count):
     queues = make_web(world, client, count, **{"x-max-length": 0})
     client.publish(routing_key="q0")
+    world.tick(world.now)
     assert [queue.depth for queue in queues] == [0] * count
     assert sum(queue.contents.published for queue in queues) <= count * count
     assert all(queue.contents.drops[DropReason.MAXLEN] == queue.contents.published for queue in queues)

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from qflow_client.broker.core.entries import Completion
+from qflow_client.broker.core.entries import Completion, DropReason
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.queueflow import QueueFlow
 from tests.interleavings import Stepwise
@@ -239,7 +239,7 @@ SHRINKERS = [
     reject,
     consume_no_ack,
     lambda queue: queue.take(no_ack=True),
-    lambda queue: queue.dropping.drop_oldest(),
+    lambda queue: queue.dropping.drop(next(queue.contents.oldest_first()), DropReason.MAXLEN),
     Queue.purge,
     Queue.delete,
 ]

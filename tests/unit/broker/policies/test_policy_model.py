@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qflow_client.broker.core import contents, dropping, overflow, queueflow, storage, waiting
+from qflow_client.broker.core import contents, overflow, queueflow, storage, waiting
 from qflow_client.broker.core.confirms import Confirms
 from qflow_client.broker.core.expiry import Expiry
 from qflow_client.broker.policies import arguments
+from qflow_client.broker.policies import overflow as overflow_policies
 from qflow_client.broker.store import journal
 from qflow_client.broker.store.journal import Journal
 from qflow_client.flow import StopResume
@@ -93,9 +94,9 @@ BUGS = [
     ),
     (
         "F7: a ring drops the newest",
-        dropping.Dropping.drop_oldest,
-        "entry = self._contents.oldest()",
-        "entry = max(self._contents.oldest_first(), key=lambda each: each.sequence)",
+        overflow_policies.Ring._drop,
+        "oldest = contents.oldest()",
+        "oldest = max(contents.oldest_first(), key=lambda each: each.sequence)",
     ),
     ("D9: a value that a consumer has is conflated", contents.Contents.conflate, " and not last.is_unacked", ""),
     (

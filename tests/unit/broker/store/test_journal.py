@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pamqp import commands
 
+from qflow_client.broker.core.entries import DropReason
 from qflow_client.broker.core.errors import ChannelException
 from qflow_client.broker.policies.definitions import (
     DefinitionError,
@@ -597,6 +598,7 @@ def read(stored):
     while journal.wants:
         journal.came(reader.read(journal.take_wanted()))
     reader.close()
+    stored.world.tick(stored.world.now)
 
 
 def depths(world):
@@ -630,7 +632,8 @@ def test_a_confirmed_message_dead_lettered_from_disk_survives_a_kill_at_any_mome
             case "expire":
                 world.tick(2.0)
             case "maxlen":
-                world.queue().dropping.drop_head()
+                with world.host.dead_letters:
+                    world.queue().dropping.drop(world.queue().contents.first(), DropReason.MAXLEN)
             case "reject":
                 client.consume()
                 read(stored)
@@ -644,6 +647,7 @@ def test_a_confirmed_message_dead_lettered_from_disk_survives_a_kill_at_any_mome
         if when == "when its queue is deleted":
             read(stored)
         after = stored.recovered()
+        after.tick(after.now)
         match when:
             case "before its letter is read" if how == "expire":
                 # The message was dead-lettered once more, in memory.
@@ -685,6 +689,7 @@ def test_a_dead_letter_that_fills_memory_does_not_evict_the_body_of_the_next_dea
     for _ in range(3):
         disk.write()
         disk.read()
+        host.timers.tick(world.now)
     assert spool.depth == 6
     disk.check(host.queues.values())
 
