@@ -28,14 +28,14 @@ LIFE = HOUR * {"quick": 0.1, "ci": 1.0, "nightly": 2.0}[EFFORT]
 
 
 @pytest.mark.parametrize("seed", range(rounds(12, least=12)))
-def test_a_simulated_producer_keeps_its_contract_for_hours_of_flow_blocks_acks_nacks_and_returns(seed: int) -> None:
+def test_a_simulated_producer_agrees_with_a_model_of_its_contract_during_hours_of_random_events(seed: int) -> None:
     life = Life(seed)
     # Each simulation has its own settings. In CI all of them together take half a day.
     life.live(LIFE)
     assert set(life.counts) == {do.__name__ for do, _ in Life.STEPS}
 
 
-def test_a_simulated_producer_that_repeatedly_becomes_idle_keeps_its_contract_for_a_long_time() -> None:
+def test_a_simulated_producer_that_repeatedly_becomes_idle_agrees_with_a_model_of_its_contract() -> None:
     life = Life(12)
     begun = life.now
     periods, period = rounds(12, least=3), HOUR / (10 if EFFORT == "quick" else 5)

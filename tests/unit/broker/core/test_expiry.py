@@ -214,7 +214,7 @@ def test_timer_entries_of_messages_that_expired_while_unacked_do_not_pile_up():
     assert (queue.contents.dropped, queue.depth) == (0, 0)
 
 
-def test_after_a_purge_of_the_expired_messages_that_a_call_left_behind_new_messages_are_delivered():
+def test_new_messages_are_delivered_after_a_purge_of_expired_messages_that_one_call_had_not_dropped():
     queue = make_queue()
     for _ in range(2 * Contents.AT_ONCE):
         queue.enqueue(expiring(1, 100))
