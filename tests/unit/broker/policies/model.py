@@ -218,6 +218,8 @@ class ModelQueue:
     def make_room(self, more: int, size: int) -> None:
         count, limit = self.maxima
         while self.messages and ((count and self.depth[0] + more > count) or (limit and self.depth[1] + size > limit)):
+            if self.policy == "ring_strict" and self.messages[0].delivery is not None:
+                break
             self.drop(self.messages[0], makes_room=True)
 
     def conflate(self, message: Message) -> None:

@@ -572,6 +572,8 @@ def test_a_crash_between_two_disk_batches_loses_no_confirmed_message_and_duplica
         # Changes noted since then are lost.
         stored.world = durable_world()
         after = stored.recovered().host
+        # The ring drops messages whose dead letters were not sent before the crash.
+        after.timers.tick(0.0)
         kept, q, dead = (
             [number_of(entry.message.body) for entry in after.queues[name].contents.oldest_first()]
             for name in ("kept", "q", "dead")
