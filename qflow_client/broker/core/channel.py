@@ -1,7 +1,7 @@
 """`Channel` is one AMQP channel, sans-I/O. The session passes the frames of an open channel to its `Channel`.
 
-A published message consists of a method, a header and bodies. When the message is complete, `Channel._finish` makes
-sure that the message's `Target` is resolved for the current topology. There are then three cases:
+A published message consists of a method, a header and bodies. When the message is complete, `Channel._finish`
+resolves its `Target` (see `exchange.py`) if the target is new or the topology has changed. There are then three cases:
 
 - In transaction mode the message goes into the open transaction.
 - If `Target.watched` or `Controls.watches_publishes` is true, `Channel._publish_watched` asks all queues whether they
@@ -60,7 +60,7 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
 
     dialect: Dialect
     controls: Controls
-    #: If True, the session holds the rest of its input until other connections were served.
+    #: If True, the session serves other connections before it handles the rest of its input.
     has_done_much: bool
     #: Set when the first message of a channel waits because memory is full or too many bytes wait for the disk.
     waits_to_publish: bool
@@ -70,7 +70,7 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
         """The alarms that block the client: the name and the reason of each."""
 
     def wait_for_letters(self, causes: int) -> None:
-        """Hold the input until `DeadLetters.when_done`, if `DeadLetters.causes` has increased since `causes`."""
+        """If `DeadLetters.causes` is greater than `causes`, handle no more input until `DeadLetters.is_done`."""
 
     def channel_closed(self, channel: Channel) -> None:
         """Forget a channel that has finished closing."""
@@ -80,9 +80,9 @@ class Channel:
     """One channel of a session. A queue whose flow state is ON can block the channel (J3 J4)."""
 
     MAX_TARGETS = 8
-    #: A method that takes more than this number of seconds is the last one of its slice.
+    #: Time in seconds. After a method that took longer, the session serves other connections.
     LONG = 0.001
-    #: If `Router.headers_size` is above this number of bytes, a message to a headers exchange is the last of its slice.
+    #: If `Router.headers_size` is larger, the session serves other connections after a message to a headers exchange.
     LONG_HEADERS = 100_000
 
     __slots__ = (
@@ -185,7 +185,7 @@ class Channel:
             self._check_time(began)
 
     def _check_time(self, began: float) -> None:
-        """If a frame takes long, serve other connections before the next frame. The session rarely reads the clock."""
+        """Let the session serve other connections before the next frame, if this frame took longer than `LONG`."""
         if self.host.clock() - began > self.LONG:
             self.session.has_done_much = True
 
@@ -332,7 +332,7 @@ class Channel:
         letters = self.host.dead_letters
         causes = letters.causes
         if len(queues) == 1 and not queues[0].dropping.has_letters:
-            # A queue that sends no dead letters does not need `with`, see `DeadLetters`. Publishing is then 5 % faster.
+            # If the queue sends no dead letters, `with letters` is not needed. Publishing is 5 % faster without it.
             refused = refusal(queues, message.size)
             is_held = refused is None and self._enqueue(message, queues, tag)
             if refused is not None and not refused.waits:
@@ -352,7 +352,7 @@ class Channel:
                 self._owe(message.size, tag)
                 self.count_rates(message, queues)
                 if not all(queue.is_watched for queue in queues):
-                    # With a new version, later messages for these queues use this method too, and do not overtake.
+                    # Each `Target` is resolved again. So later messages use this method too, and do not overtake.
                     self.router.version += 1
                 self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
             elif not is_counted:
@@ -362,7 +362,7 @@ class Channel:
             self.host.journal.divide()
         self.count_rates(message, queues)
         if was_flowed and not is_held and flow.is_flowed_by_others:
-            # If the confirm is held, `_enqueue` has already added the message to the owed messages.
+            # If the confirm is held, `_enqueue` has already added the message to the backlog.
             flow.owe(message.size, until_unblocked=True)
 
     def _enqueue(self, message: StoredMessage, queues: tuple[Queue, ...], tag: int) -> bool:
@@ -384,7 +384,7 @@ class Channel:
 
     def admit(self, waiting: WaitingPublish) -> None:
         self.waiting.pop(waiting, None)
-        # A message with a tag is owed until its confirm is no longer held (D7).
+        # A message with a tag stays in the backlog until its confirm is released (D7).
         if not waiting.tag:
             self.flow.repay(waiting.message.size)
         self._enqueue(waiting.message, waiting.queues, waiting.tag)
@@ -500,7 +500,7 @@ class Channel:
         """Close the channel with an error. `cause` has the class id and method id of the method at fault."""
         if self.is_closing:
             return
-        # The frame is encoded first, so that nothing has changed if the code cannot be encoded.
+        # If the code cannot be encoded, this raises an error before the channel ends.
         close = wire.close(self.number, code, text, cause)
         self.end()
         self.output.write(close)

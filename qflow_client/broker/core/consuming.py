@@ -319,7 +319,7 @@ class Consuming:
         return tuple(deliveries)
 
     def has_more(self, tag: int) -> bool:
-        """Return True if the last `take` with ``multiple=True`` and this tag did not return all its deliveries."""
+        """Return True if the last ``take(tag, multiple=True)`` did not return all deliveries up to `tag`."""
         return bool(self._ack_until) if not tag else tag in self.unacked
 
     @staticmethod
@@ -385,7 +385,7 @@ class Consuming:
         self._requeue(back)
 
     def _is_served(self, delivery: Delivery) -> bool:
-        """Whether a delivery can be repeated: its consumer can take it, and the entry and its body are there."""
+        """Return True if the consumer can take the message again, the entry is not gone, and the body is in memory."""
         consumer = delivery.consumer
         return (
             consumer is not None
@@ -419,7 +419,7 @@ class Consuming:
 
         Args:
             deliveries: the unsettled deliveries, the oldest first.
-            paused: the queues that are paused. This method pauses and adds the queues of the deliveries.
+            paused: the queues that the caller has paused. This method also pauses the queues of the deliveries.
         """
         try:
             while deliveries:

@@ -1,14 +1,14 @@
 """`Contents` has the entries of one queue, sans-I/O. Each entry is ready, unacked or leaving.
 
 `Contents.ready` has the ready entries in the order of their sequence numbers. If an entry leaves from the middle, it is
-only marked as gone, and removed from `Contents.ready` later. So its place need not be searched. Depth and size count
+only marked as gone, and removed from `Contents.ready` later. So no search for its place is needed. Depth and size count
 all entries that have not left (D6).
 
 If many entries have to leave, they leave in slices. Entries that were purged, or whose queue was deleted, are in
 `Contents.leaving` until they leave. No consumer gets these entries, but depth, size, flow states and the memory limit
 still count them.
 
-Each `EntryObserver` (see `queue.py`) is called after the counts have changed, and must not change the contents.
+Each `EntryObserver` (`queue.py` lists them) is called after the counts have changed, and must not change the contents.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LastValueMap(EntryObserver, ABC):
 
     @abstractmethod
     def restore(self, entry: QueueEntry) -> bool:
-        """Make a requeued entry the last entry of its key. If the queue has a later one, do nothing but return True."""
+        """Make a requeued entry the last of its key. If this key has a later entry, change nothing and return True."""
 
 
 class Contents:
@@ -100,7 +100,7 @@ class Contents:
         # Unacked entries, in the order of delivery, and their body bytes.
         self.unacked: dict[QueueEntry, None] = {}
         self.unacked_size = 0
-        # A heap with the unacked entries, which can also have others; None until `oldest_unacked` needs it.
+        # Heap of the unacked entries and of some that were unacked before; None until `oldest_unacked` needs it.
         self._by_age: list[tuple[int, QueueEntry]] | None = None
         self.leaving: deque[QueueEntry] = deque()
         self.leaving_size = 0
@@ -198,7 +198,7 @@ class Contents:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
-        """Count a removed entry as gone, and call the observers (J6)."""
+        """Mark a removed entry as gone, subtract it from the totals, and call the observers (J6)."""
         entry.is_gone = True
         self.depth -= 1
         self.size -= entry.message.size
@@ -223,7 +223,7 @@ class Contents:
         """Move all ready entries to `leaving`, and return their number. The caller has to call `let_leave` afterwards.
 
         Args:
-            mark: whether to mark the entries as gone now. This is necessary if other objects also refer to the entries.
+            mark: whether to mark the entries as gone now. This is necessary if an observer also refers to the entries.
         """
         entries, size = self.ready, self.ready_size
         if self.gaps:
@@ -272,7 +272,7 @@ class Contents:
 
     @property
     def dropped(self) -> int:
-        """Number of messages dropped so far, without `COPY`, because such messages also have another drop reason."""
+        """Number of messages dropped so far. `COPY` is left out: it counts dead letters that were not sent."""
         return sum(self.drops.values()) - self.drops.get(DropReason.COPY, 0)
 
     def oldest_first(self) -> Iterator[QueueEntry]:
@@ -300,7 +300,7 @@ class Contents:
         return self._by_age[0][1]
 
     def reaches_unacked(self, count: int, size: int) -> bool:
-        """Whether one of the oldest entries, which have together `count` messages and `size` bytes, is unacked."""
+        """Whether the oldest entries that add up to `count` messages and `size` bytes include an unacked entry."""
         unacked = self.oldest_unacked()
         if unacked is None:
             return False

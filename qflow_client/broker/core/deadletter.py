@@ -1,7 +1,7 @@
 """Dead-lettering like RabbitMQ's: where a dead message goes, and which headers record its deaths.
 
-A queue passes dropped and refused messages to `DeadLetters`. A dead letter can die again in its next queue, and so on.
-Two rules limit the number of dead letters.
+A queue with a dead-letter exchange passes its dead messages (see `dropping.py`) to `DeadLetters`. A dead letter can die
+again in its next queue, and so on. Two rules limit the number of dead letters.
 
 The first rule is RabbitMQ's. A dead letter does not enter a queue in which it has died before, according to its header
 ``x-death``. With this rule alone, the copies of one message can take more than n! paths through n queues.
@@ -12,10 +12,10 @@ target.
 
 After a rejection by a consumer, both rules ignore earlier deaths. The second rule also ignores deaths before a restart.
 
-One frame can make very many messages die, or a queue exceed its maximum of bytes by very many messages. `DeadLetters`
-sends one slice of the dead letters immediately, and the others in later slices. A queue also drops its messages in
-slices. Between the slices the broker does other work (E9). The client of the frame is not read until the messages are
-dropped, and the dead letters are sent. So a connection cannot make messages die faster than their letters are sent.
+One frame can make very many messages die: for example, one large message can displace very many small ones from a full
+queue. `DeadLetters` sends one slice of the dead letters immediately, and the others in later slices. A queue also drops
+its messages in slices. Between the slices the broker does other work (E9), but handles no more frames of the client. So
+a connection cannot make messages die faster than their letters are sent.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class DeadLetters:
 
     Inside ``with dead_letters:`` dead messages wait until the end of the block. A publish that can cause dead letters
     uses such a block, from the check for room until all queues have the message. Without the block, a dead letter could
-    use the room that was checked. Messages that die outside of a block wait until the next `tick`.
+    take the room that the check has found. Messages that die outside of a block wait until the next `tick`.
 
-    A dead letter can make messages die in the queues that it enters. Their dead letters are sent before those of older
-    dead messages. Otherwise the number of dead messages could grow without limit while they are sent.
+    A dead letter can make messages die in the queues that it enters. The letters of these messages are sent before the
+    letters of older dead messages. Otherwise the number of waiting dead messages could grow without limit.
 
     Args:
         timers: calls `tick`.
@@ -93,7 +93,7 @@ class DeadLetters:
         wall_clock: returns seconds since 1970.
     """
 
-    #: Maximum number of dead messages and of the queues that get them, in one slice.
+    #: Maximum size of a slice: the number of its dead messages, plus the number of queues that each of them goes to.
     AT_ONCE = 1000
 
     __slots__ = (
@@ -127,14 +127,14 @@ class DeadLetters:
         self._when_read = when_read
         self._wall_clock = wall_clock
         # Dead messages that are not dead-lettered yet, in the order in which their letters are sent. The first value is
-        # the value of `causes` at the death. A message that died because of a dead letter has the value of the letter.
+        # the number of the cause. If a dead letter made the message die, this is the number of that letter's cause.
         self._dead: deque[tuple[int, Queue, StoredMessage, DropReason]] = deque()
-        # While a dead letter is sent: the first value of its dead message, and the messages that die because of it.
+        # While a dead letter is sent: the number of its cause, and the messages that die because of it.
         self._number = 0
         self._dying: list[tuple[int, Queue, StoredMessage, DropReason]] = []
-        # The queues that exceed their maximum until `Queue.tick` drops more messages.
+        # The queues that exceed their maximum. `Queue.tick` drops more of their messages.
         self._surplus: dict[Queue, None] = {}
-        # How often messages have died, or queues have exceeded their maximum, not because of a dead letter.
+        # Number of causes so far: deaths, and reports of a queue above its maximum, that no dead letter has caused.
         self.causes = 0
         # Number of the blocks `with dead_letters:` that have not ended, and the time at which the first of them began.
         self._pauses = 0
@@ -143,7 +143,7 @@ class DeadLetters:
         self._letters: list[DeadLetter] = []
         # Whether `tick` will be called soon.
         self._has_timer = False
-        # The functions of `when_done`, each with a value of `causes`, in this order.
+        # The functions passed to `when_done`, each with the value of `causes` at the call, in the order of the calls.
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
 
     def __enter__(self) -> None:
@@ -170,7 +170,7 @@ class DeadLetters:
             self._go_on_soon()
 
     def note_surplus(self, queue: Queue, on: bool) -> None:
-        """Record that a queue exceeds its maximum until `Queue.tick` drops more messages, or no longer does so."""
+        """Record whether a queue exceeds its maximum, so that `Queue.tick` has to drop more of its messages."""
         if on:
             if not self._number:
                 self.causes += 1
@@ -180,11 +180,11 @@ class DeadLetters:
             self._go_on_soon()
 
     def is_done(self, causes: int) -> bool:
-        """Whether no queue exceeds its maximum, and all letters are sent whose messages died until `causes`."""
+        """Whether no queue exceeds its maximum, and the dead letters of the first `causes` causes are sent."""
         return not self._surplus and (not self._dead or self._dead[0][0] > causes)
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call a function when all letters are sent whose messages have died, and no queue exceeds its maximum."""
+        """Call a function when no queue exceeds its maximum, and the letters of all present dead messages are sent."""
         self._waiting.append((self.causes, call))
 
     def send_all(self) -> None:
@@ -193,7 +193,7 @@ class DeadLetters:
             self._send(self._clock(), is_first=True)
 
     def _go_on_soon(self) -> None:
-        """Let `tick` be called soon if it can do something."""
+        """Schedule `tick` if it can send a letter, or call a function of `when_done`."""
         can_go_on = self._dead or (self._waiting and self.is_done(self._waiting[0][0]))
         if can_go_on and not self._has_timer and not self._surplus:
             self._has_timer = True
@@ -210,10 +210,10 @@ class DeadLetters:
             self._go_on_soon()
 
     def _send(self, began: float, *, is_first: bool = False) -> None:
-        """Send one slice of dead letters. The slice counts as begun at the time `began`.
+        """Send one slice of dead letters. Its time limit starts at the time `began`.
 
         Args:
-            is_first: whether to send the first letter even if it alone exceeds the maximum of a slice.
+            is_first: whether to send the first letter even if it exceeds the limits of the slice.
         """
         end = began + Timers.MAX_TICK
         left: float = self.AT_ONCE
@@ -232,14 +232,14 @@ class DeadLetters:
         finally:
             self._pauses -= 1
             for letter in self._letters:
-                # The decoded deaths use far more memory than their bytes.
+                # The decoded deaths use far more memory than the header that they are encoded in.
                 letter.deaths = None
             self._letters.clear()
 
     def _send_next(self, queue: Queue, message: StoredMessage, reason: DropReason, most: float) -> float:
-        """Send one dead letter. Return the share of the slice that it takes: 1, and 1 for each queue that gets it.
+        """Send one dead letter. Return its share of the slice: 1, plus the number of queues that it goes to.
 
-        If this is more than `most`, only put the message back.
+        If the share is larger than `most`, do not send the letter: a later call sends it.
         """
         cost: float = 1
         if message.is_lost:
@@ -260,7 +260,7 @@ class DeadLetters:
         return cost
 
     def _publish(self, queue: Queue, message: StoredMessage, reason: DropReason, most: float) -> int:
-        """Publish a dead letter, unless it goes to more than `most` queues. Return the number of its queues."""
+        """Publish a dead letter, unless it goes to more than `most` queues. Return the number of queues it goes to."""
         options = queue.options
         key = options.dead_letter_routing_key
         if key is None:
@@ -352,7 +352,7 @@ def _deaths_of(message: StoredMessage) -> list[Death]:
 
 
 def _cycle_queues(reason: DropReason, deaths: Sequence[Death]) -> set[str]:
-    """Return the queues that must not get a dead letter, because its message died in them and was not rejected since.
+    """Return the queues in which a message has died since its last rejection. Its dead letter must not enter them.
 
     `reason` is the reason of the latest death. `deaths` begins with the latest death.
     """

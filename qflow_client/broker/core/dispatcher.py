@@ -114,7 +114,7 @@ class Dispatcher:
     def catch_up(self) -> bool:
         """Drop expired messages. Return False if more must be dropped now, or if closed channels still return messages.
 
-        If it is False, the message that `take` returns is perhaps not the next one, or it returns none too early.
+        In these cases `take` could return a message too early, or None although the queue has ready messages.
         """
         self._dropping.expire()
         return not self._pauses and not self._dropping.is_behind
@@ -128,8 +128,8 @@ class Dispatcher:
     def deliver(self) -> None:
         """Deliver as many messages as the consumers take, without dropping expired messages first.
 
-        After `AT_ONCE` messages, the method ends, and `Queue.tick` calls it again soon. A single consumer needs no such
-        limit, because `Output.takes_deliveries` limits the deliveries to each connection.
+        After `AT_ONCE` messages, the method ends, and `Queue.tick` calls it again soon. A single consumer does not need
+        this limit, because `Output.takes_deliveries` limits the deliveries to each connection.
         """
         contents, storage, dropping = self._contents, self._storage, self._dropping
         if self._pauses or dropping.has_surplus or (dropping.expiry is not None and dropping.expiry.is_behind):
@@ -165,7 +165,7 @@ class Dispatcher:
             dropping.wake()
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
-        """Take the next ready entry, which becomes unacked, or with `no_ack` leaves. ``None`` if no entry is ready."""
+        """Take the next ready entry; with `no_ack` it leaves. ``None`` if there is none, or more have to be dropped."""
         contents, dropping = self._contents, self._dropping
         dropping.expire()
         entry = contents.first()

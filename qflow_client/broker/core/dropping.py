@@ -1,7 +1,7 @@
 """`Dropping` drops messages of a queue, sans-I/O.
 
-A message that expires, is rejected or is dropped to make room is dead-lettered if the queue has a dead-letter exchange.
-A message that is purged, conflated, damaged on disk or dropped to free memory is never dead-lettered.
+If the queue has a dead-letter exchange, messages of the reasons `REJECTED`, `EXPIRED` and `MAXLEN` (see `DropReason`)
+are dead-lettered. Purged messages, and messages that the queue drops for another reason, are never dead-lettered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Dropping", "drops_each"]
 
 
 def drops_each(queues: int) -> int:
-    """Return how many messages each queue may drop in a step that concerns this number of queues."""
+    """Return how many messages each queue may drop in a step, if the step drops messages of `queues` queues."""
     return max(1, Contents.AT_ONCE // max(1, queues))
 
 
@@ -40,7 +40,7 @@ class Dropping:
         self._died = died
         # Whether the queue has a dead-letter exchange.
         self.has_letters = died is not None
-        # Whether the queue exceeds its maximum until `Queue.tick` has dropped more messages.
+        # Whether the queue exceeds its maximum. `Queue.tick` then drops more messages.
         self.has_surplus = False
         self.wake = wake
         # The entries that expire; None if neither the queue nor any message so far has a time to live.
