@@ -253,7 +253,7 @@ class DroppableEntries(Protocol):
         """Record that an entry was added at the end of the queue."""
 
     def ready_again(self, entry: QueueEntry) -> None:
-        """Record that an entry is ready again, or has to be checked again."""
+        """Record that an entry is ready again, or is no longer in `Record.aside`."""
 
     def forget(self, entry: QueueEntry) -> None:
         """Record that an entry has left the queue, or is now unacked."""
@@ -292,7 +292,7 @@ class QueueContents(Protocol):
         """Return the oldest of the ready and the unacked entries; ``None`` if there is none."""
 
     def reaches_unacked(self, count: int, size: int) -> bool:
-        """Whether one of the oldest entries, which have together `count` messages and `size` bytes, is unacked."""
+        """Whether dropping `count` messages and `size` bytes, oldest first, would reach an unacked entry."""
 
     def oldest_first(self) -> Iterator[QueueEntry]:
         """Yield the ready and the unacked entries in the order of the queue."""

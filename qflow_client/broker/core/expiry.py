@@ -17,7 +17,7 @@ class Expiry(EntryObserver):
     """The entries of one queue that expire, ordered by their expiry times.
 
     An entry that leaves the queue stays in a heap until its expiry time, or until a sweep removes it. A sweep begins if
-    the number of entries in the heap has doubled since the previous sweep. It continues with each added entry.
+    the number of entries in the heap has doubled since the previous sweep. Each added entry continues the sweep.
 
     Args:
         message_ttl: time to live of every message of the queue, in seconds; ``None`` for no limit.
@@ -36,7 +36,7 @@ class Expiry(EntryObserver):
         self._clock = clock
         self._wake_at = wake_at
         self._heap: list[tuple[float, int, QueueEntry]] = []
-        # The heap that the current sweep examines from its end. So it stays a heap.
+        # The heap that the current sweep empties. The sweep removes the last entries first, so the rest stays a heap.
         self._old: list[tuple[float, int, QueueEntry]] = []
         # The expiry times of unacked entries that are in no heap, because these times have passed.
         self._unacked: dict[QueueEntry, float] = {}
@@ -81,9 +81,9 @@ class Expiry(EntryObserver):
         self._wake_at(at)
 
     def take_due(self, most: int) -> list[QueueEntry]:
-        """Forget the expired entries that are ready, and return them in the order of their expiry times.
+        """Return the ready entries that have expired, in the order of their expiry times, and forget them.
 
-        An unacked entry does not expire. When an unacked entry is requeued, `returned` adds it again.
+        An unacked entry is not returned. When it is requeued, `returned` adds it again with the same expiry time.
 
         Args:
             most: maximum number of entries to examine. If more entries have expired, `is_behind` becomes true, and the

@@ -1,9 +1,9 @@
 """The interface of an overflow policy, which decides what a queue does at its maximum.
 
-For each message, a queue calls three methods of its policy. `Overflow.refusal` is called before the message enters any
-queue. If one queue refuses a published message, no queue gets it. `Overflow.make_room` is called just before the
-message enters this queue, and `Overflow.trim` after the message was offered to consumers. A policy changes the queue
-only through `QueueView`. The policies are in `qflow_client.broker.policies`.
+A queue calls three methods of its policy. `Overflow.refusal` is called before a published message, or the messages of
+a transaction, enter any queue. If one queue refuses a published message, no queue gets it. `Overflow.make_room` is
+called just before a message enters this queue, and `Overflow.trim` after the message was offered to consumers. A policy
+changes the queue only through `QueueView`. The policies are in `qflow_client.broker.policies`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Overflow:
         max_size: maximum body bytes; ``None`` for no maximum.
     """
 
-    #: Whether a refused message of a channel without confirms is only counted. If not, the channel is closed.
+    #: Whether the queue silently drops a refused message of a channel without confirms. If not, the channel is closed.
     is_silent: ClassVar[bool] = False
-    #: Whether the policy drops messages, and its maximum applies only to ready ones. If so, a requeue can exceed it.
+    #: Whether the policy drops messages, and its maximum counts only ready messages. A requeue can then exceed it.
     counts_ready: ClassVar[bool] = False
     #: Whether the queue keeps some bodies only on disk (A2).
     pages_bodies: ClassVar[bool] = False
@@ -57,8 +57,8 @@ class Overflow:
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
         """Return why the queue refuses `count` messages with `size` body bytes in total; ``None`` if all may enter.
 
-        If a transaction publishes the messages, those that it acks or rejects are already subtracted from `count` and
-        `size`. `largest` is the body size of the largest new message in bytes.
+        For a transaction, `count` and `size` are smaller by the messages that it acks, or rejects without requeue.
+        `largest` is the body size of the largest new message in bytes.
         """
         return None
 
@@ -70,7 +70,7 @@ class Overflow:
         return False
 
     def trim(self, queue: QueueView, most: int) -> bool:
-        """Drop the messages beyond the maximum, or evict their bodies. If `counts_ready`, also used after a requeue.
+        """Drop the messages beyond the maximum, or evict their bodies. If `counts_ready`, also called after a requeue.
 
         Return True if the queue still exceeds the maximum after `most` messages were dropped.
         """

@@ -27,11 +27,11 @@ ALTERNATE_EXCHANGE = "alternate-exchange"
 
 
 class Router:
-    """Finds the queues of messages."""
+    """Finds the queues to which messages go."""
 
     #: Maximum number of cached targets. If there are more, the whole cache is cleared.
     MAX_TARGETS = 4096
-    #: Maximum number of queues of a message. A publish to 5,000 queues takes 6 to 30 ms, depending on their arguments.
+    #: Maximum number of queues of a message. A publish to 5,000 queues takes 6 to 30 ms, depending on queue arguments.
     MAX_QUEUES = 5_000
 
     def __init__(self, settings: Settings, exchanges: Mapping[str, Exchange], queues: Mapping[str, Queue]) -> None:
@@ -41,7 +41,7 @@ class Router:
         self.version = 0
         # Cached targets. The keys are the payloads of Basic.Publish frames.
         self.targets: dict[bytes, Target] = {}
-        # Approximate bytes of the bindings of all headers exchanges. Each message can be compared with all of them.
+        # Approximate bytes of the bindings of all headers exchanges. A message may be compared with all these bindings.
         self.headers_size = 0
 
     def check_size(self, size: int) -> None:
@@ -82,7 +82,7 @@ class Router:
             target.queues = None
         else:
             target.queues = reach(exchange, target.routing_key, {}, self.exchanges, self.queues)
-        # If the queues depend on headers, it is not known before a message arrives whether they are watched.
+        # If the queues depend on headers, each message has its own queues. Some of them may be watched.
         target.watched = (
             target.queues is None
             or len(target.queues) > MANY_QUEUES
@@ -91,11 +91,11 @@ class Router:
         target.version = self.version
 
     def destinations(self, message: StoredMessage, target: Target) -> tuple[Queue, ...]:
-        """Return the queues of a message, whose target must have the current version.
+        """Return the queues of a message. `target` must have the current version.
 
         Raises:
             ChannelException: 406 if the message has more than `MAX_QUEUES` queues, or if a topic exchange on its way
-                has too many binding keys for it.
+                has too many binding keys for its routing key.
         """
         if target.queues is not None:
             return target.queues
@@ -155,7 +155,7 @@ def reach(
         is_routed = False
         for destination in _destinations(exchange, routing_key, headers, queues):
             if destination.is_deleted:
-                # The bindings of a deleted queue or exchange are removed in slices.
+                # Bindings to a deleted queue or exchange are removed in slices, so this binding is still there.
                 continue
             is_routed = True
             if isinstance(destination, Queue):

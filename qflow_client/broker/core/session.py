@@ -1,15 +1,15 @@
 """`Session` is one AMQP connection, sans-I/O. `Session` gets input from the server, and returns output.
 
 A connection passes through the states of `State`; every change of state is in this file. `Session.receive_data` splits
-bytes into frames. The session gives each frame to an open channel, or handles the frame itself, for example if it is
-for channel 0. If the handling of a frame raises an `AmqpError`, the session closes the channel or the connection. Later
-frames of a closed channel are ignored until the client has answered the close.
+bytes into frames. Method and content frames of an open channel go to the `Channel`. The session handles all other
+frames. If the handling of a frame raises an `AmqpError`, the session closes the channel or the connection. Later frames
+of a closed channel are ignored until the client has answered the close.
 
 Held input is input that the session keeps and handles later. `receive_data` holds the rest of its input in four cases:
 
 - More than `Session.MAX_OUTPUT` bytes wait to be sent. So the output for a client that does not read is limited.
-- A frame made messages die, and their dead letters are not sent yet, see `DeadLetters`.
-- The time for the input is over, or a frame has set `Session.has_done_much`. So slow frames cannot block the loop.
+- A frame caused dead letters that are not sent yet, or made a queue exceed its maximum, see `DeadLetters`.
+- The time `until` has passed, or `Session.has_done_much` is set. So slow frames cannot block the event loop.
 - The handling of a frame raises `FrameWaitsError`. The session handles the frame again later.
 """
 
@@ -87,7 +87,7 @@ class Session:
 
     #: Maximum bytes that wait to be sent. If more bytes wait, the session holds its input.
     MAX_OUTPUT = 1024 * 1024
-    #: The clock is read after this many input bytes; or after each frame, if these bytes took `LONG_STRIDE` seconds.
+    #: The clock is read after every `STRIDE` bytes, or after each frame if they took `LONG_STRIDE` seconds or more.
     STRIDE = 1024
     LONG_STRIDE = 0.0005
 
@@ -115,7 +115,7 @@ class Session:
         self._held = b""
         # Number of input bytes after which the clock is read again, at the end of a frame.
         self._stride = 0
-        # Set by a frame that took long, by too much unsent output, or by a tarpit (D8). The rest of the input is held.
+        # Set by a slow frame, too much unsent output, unsent dead letters or a tarpit (D8). Further input is then held.
         self.has_done_much = False
         self._beginning = b""
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
@@ -131,7 +131,7 @@ class Session:
         self.discipline = discipline(self) if discipline is not None else None
         # Whether the socket is not read, because memory is full or too many bytes wait for the disk.
         self.is_paused = False
-        # Set when the first message of a channel has to wait, because publishers are not read. Never reset.
+        # Set when the first message of a channel has to wait (`VirtualHost.takes_no_publisher`). Never reset.
         self.waits_to_publish = False
         # Set when the client has missed a deadline. Then the server does not wait for the client to close the socket.
         self.is_unresponsive = False
@@ -140,7 +140,7 @@ class Session:
     # Input.
 
     def receive_data(self, data: bytes, now: float, until: float = math.inf) -> None:
-        """Handle input. Hold the rest until a later call if too many bytes wait to be sent, or if the input takes long.
+        """Handle input. If necessary, hold the rest until a later call, see the four cases at the top of this file.
 
         Args:
             data: input of any size; empty to continue with held input.
@@ -178,8 +178,8 @@ class Session:
                         self._receive_elsewhere(kind, number, payload, now)
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
-                        # Content frames need no check. They can add a Basic.Return, which has about the size of the
-                        # message, and deliveries, which `Output.takes_deliveries` limits.
+                        # Only methods need this check. Content frames can only add a Basic.Return of about the size of
+                        # the message, and deliveries, which `Output.takes_deliveries` limits.
                         if output.unsent > max_output:
                             self.has_done_much = True
                     elif kind == HEADER_FRAME:
@@ -233,21 +233,21 @@ class Session:
 
     @property
     def can_resume(self) -> bool:
-        """Whether `receive_data` can continue: no tarpit, no unsent dead letters, at most `MAX_OUTPUT` unsent bytes."""
+        """Whether held input can be handled: no tarpit, no unsent dead letters, at most `MAX_OUTPUT` unsent bytes."""
         waits = self._waits_for_letters or self.deadlines.tarpit_until is not None
         return self.is_held and not waits and self.output.unsent <= self.MAX_OUTPUT
 
     def wait_for_letters(self, causes: int) -> None:
-        """Hold the input until `DeadLetters.when_done`, if `DeadLetters.causes` has increased since `causes`."""
+        """Hold the input until `DeadLetters.when_done`, if `DeadLetters.causes` is now greater than `causes`."""
         letters = self.host.dead_letters
         if letters.causes > causes and not letters.is_done(letters.causes) and self.state is State.RUNNING:
-            # The session also holds input that arrives later, if nothing remains of the current input.
+            # Set `is_held` even if no input remains, so that the session holds the input that arrives later.
             self.has_done_much = self._waits_for_letters = self.is_held = True
             letters.when_done(self._letters_sent)
 
     def _letters_sent(self) -> None:
         self._waits_for_letters = False
-        # After its output, a connection continues with held input.
+        # The server then takes the output, and afterwards continues with the held input.
         self.output.announce()
 
     def _receive_header(self, data: bytes) -> bytes:
@@ -255,7 +255,7 @@ class Session:
         header, rest = self._beginning[:8], self._beginning[8:]
         dialect = self.dialect
         if not any(known.startswith(header) for known in dialect.headers):
-            # AMQP 0-9-1: answer with a protocol header, and close.
+            # As AMQP 0-9-1 requires, answer with a protocol header, and close the socket.
             _log.info("%s: the client does not speak AMQP 0-9-1: %r", self.name, header)
             self._is_deaf = True
             self.output.write(dialect.answer)
@@ -471,7 +471,7 @@ class Session:
         self.discipline = None
 
     def _end_channels(self) -> None:
-        # A channel returns its unacked messages to the queues. They must not go to another channel of this connection.
+        # A channel requeues its unacked messages. The queues must not deliver them to this connection again.
         self.output.takes_deliveries = False
         with self.host.slices.together():
             self.channels.end()

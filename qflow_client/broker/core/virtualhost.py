@@ -75,7 +75,7 @@ class VirtualHost:
         self.logins = Logins(settings.users, self.failed_logins, settings.authenticate)
         self._flow_options = FlowOptions(settings.flow_scope, settings.recent, settings.resume_interval)
         self.rules: Rules = rules if rules is not None else PlainRules(settings)
-        # Queues whose limits must be computed again, because bindings of the exchanges that lead to them have changed.
+        # Queues whose limits must be computed again, because a binding to an exchange or an alternate exchange changed.
         self._inheriting: OrderedDict[Queue, None] = OrderedDict()
         self.waiting = WaitingRoom(clock, settings.max_producer_flow_control_wait, journal)
         # Counts published messages, for example for rate limits; None if nothing counts them.
@@ -84,7 +84,7 @@ class VirtualHost:
         self.observer: FlowObserver | None = None
         when_read = journal.when_read if journal is not None else _run
         self.dead_letters = DeadLetters(self.timers, self.router, when_read, wall_clock)
-        # Whether the first message of each channel has to wait, because publishing connections are not read.
+        # Whether the first message of a channel has to wait, because the server reads nothing from publishers.
         self.takes_no_publisher = False
 
     def observe(self, observer: FlowObserver) -> None:
@@ -273,7 +273,7 @@ class VirtualHost:
             self.apply_rules(destination)
         else:
             is_running = bool(self._inheriting)
-            # A queue that is still to come keeps its place, so frequent changes cannot keep a queue from its turn.
+            # A queue that already waits keeps its place, so frequent changes cannot delay it forever.
             self._inheriting.update(dict.fromkeys(self.queues.values()))
             if not is_running:
                 self.slices.run(self._inherit_in_steps())
@@ -289,7 +289,7 @@ class VirtualHost:
                         _log.warning("queue '%s' keeps its limits: %s", queue.name, error)
                 yield
         finally:
-            # If a step fails, the next change must start again.
+            # If an error ends this run, the next change of bindings has to start a new run.
             self._inheriting.clear()
 
     # Publishing.
@@ -305,8 +305,8 @@ class VirtualHost:
 
         Raises:
             ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
-                too large, has an invalid ``expiration``, asks for copies (``CC``, ``BCC``) or direct replies, or has a
-                route that takes too long. 506 if a queue refuses the message.
+                too large, has an invalid ``expiration``, asks for copies (``CC``, ``BCC``) or direct replies, or
+                would go to too many queues, or matches too many binding keys. 506 if a queue refuses the message.
         """
         self.router.check_size(len(body))
         target = Target(exchange, routing_key)
@@ -321,7 +321,7 @@ class VirtualHost:
             refused = refusal(queues, message.size, has_line=False)
             if refused is not None:
                 raise ChannelException(ReplyCode.RESOURCE_ERROR, refused.reason)
-            # The embedding program cannot wait, so all messages beyond a maximum are dropped now.
+            # The caller cannot wait for `Queue.tick`, so all messages beyond a maximum are dropped now.
             for queue in queues:
                 queue.enqueue(message, drops=sys.maxsize)
             for queue in queues:
