@@ -292,7 +292,7 @@ class QueueContents(Protocol):
         """Return the oldest of the ready and the unacked entries; ``None`` if there is none."""
 
     def reaches_unacked(self, count: int, size: int) -> bool:
-        """Whether dropping `count` messages and `size` bytes, oldest first, would reach an unacked entry."""
+        """Whether the oldest entries that add up to `count` messages and `size` bytes include an unacked entry."""
 
     def oldest_first(self) -> Iterator[QueueEntry]:
         """Yield the ready and the unacked entries in the order of the queue."""

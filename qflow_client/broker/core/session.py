@@ -65,7 +65,7 @@ class State(Enum):
     HEADER = "protocol header"
     START_OK = "Connection.Start-Ok"
     #: The login is delayed after failed logins from its address, or its password is being checked.
-    LOGIN = "the end of the delay after failed logins"
+    LOGIN = "the end of the login"
     TUNE_OK = "Connection.Tune-Ok"
     OPEN = "Connection.Open"
     RUNNING = "anything"
@@ -238,7 +238,7 @@ class Session:
         return self.is_held and not waits and self.output.unsent <= self.MAX_OUTPUT
 
     def wait_for_letters(self, causes: int) -> None:
-        """Hold the input until `DeadLetters.when_done`, if `DeadLetters.causes` is now greater than `causes`."""
+        """If `DeadLetters.causes` is greater than `causes`, handle no more input until `DeadLetters.is_done`."""
         letters = self.host.dead_letters
         if letters.causes > causes and not letters.is_done(letters.causes) and self.state is State.RUNNING:
             # Set `is_held` even if no input remains, so that the session holds the input that arrives later.
