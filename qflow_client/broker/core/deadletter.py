@@ -34,7 +34,6 @@ from qflow_client.broker.core.exchange import Target
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.properties import decode_headers, with_headers
 from qflow_client.broker.core.queue import Queue
-from qflow_client.broker.core.routing import Router
 from qflow_client.broker.core.timers import Timers
 from qflow_client.broker.core.wire import EXPIRATION_FLAG, short_property
 
@@ -89,6 +88,8 @@ class DeadLetters:
 
     Args:
         timers: calls `tick`.
+        resolve: returns the current target for an exchange and a routing key; ``None`` if the exchange does not exist.
+        destinations: returns the queues of a message with a current target.
         when_read: calls a function when the body of a message is in memory, or is known to be damaged on disk.
         wall_clock: returns seconds since 1970.
     """
@@ -100,12 +101,13 @@ class DeadLetters:
         "_began",
         "_clock",
         "_dead",
+        "_destinations",
         "_dying",
         "_has_timer",
         "_letters",
         "_number",
         "_pauses",
-        "_router",
+        "_resolve",
         "_surplus",
         "_timers",
         "_waiting",
@@ -117,13 +119,15 @@ class DeadLetters:
     def __init__(
         self,
         timers: Timers,
-        router: Router,
+        resolve: Callable[[str, str], Target | None],
+        destinations: Callable[[StoredMessage, Target], Sequence[Queue]],
         when_read: Callable[[StoredMessage, Callable[[], None]], None],
         wall_clock: Callable[[], float],
     ) -> None:
         self._timers = timers
         self._clock = timers.clock
-        self._router = router
+        self._resolve = resolve
+        self._destinations = destinations
         self._when_read = when_read
         self._wall_clock = wall_clock
         # Dead messages that are not dead-lettered yet, in the order in which their letters are sent. The first value is
@@ -265,7 +269,7 @@ class DeadLetters:
         key = options.dead_letter_routing_key
         if key is None:
             key = message.target.routing_key
-        target = self._router.target(options.dead_letter_exchange or "", key)
+        target = self._resolve(options.dead_letter_exchange or "", key)
         if target is None:
             _log.warning(
                 "queue '%s': a message is lost (%s): dead-letter exchange '%s' does not exist",
@@ -291,7 +295,7 @@ class DeadLetters:
         assert message.body is not None
         deaths, headers = _deaths_and_headers(message, queue.name, reason, self._wall_clock())
         letter = DeadLetter(target, with_headers(message.header, headers), message.body, deaths)
-        destinations = self._router.destinations(letter, target)
+        destinations = self._destinations(letter, target)
         if len(destinations) > most:
             sent.discard(way)
             return len(destinations)

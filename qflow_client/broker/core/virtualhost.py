@@ -83,7 +83,8 @@ class VirtualHost:
         # Observes the flow control for the flow log; None if there is none.
         self.observer: FlowObserver | None = None
         when_read = journal.when_read if journal is not None else _run
-        self.dead_letters = DeadLetters(self.timers, self.router, when_read, wall_clock)
+        resolve, destinations = self.router.target, self.router.destinations
+        self.dead_letters = DeadLetters(self.timers, resolve, destinations, when_read, wall_clock)
         # Whether the first message of a channel has to wait, because the server reads nothing from publishers.
         self.takes_no_publisher = False
 
