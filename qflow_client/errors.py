@@ -51,7 +51,7 @@ class QflowError(Exception):
 
 
 class WrongLoop(QflowError, RuntimeError):
-    """An `AsyncProducer` was called in another event loop than its own. The call had no effect."""
+    """A method of an `AsyncProducer` was called in an event loop that is not the producer's. The call had no effect."""
 
 
 class SettingsError(QflowError, ValueError):

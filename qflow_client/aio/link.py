@@ -52,7 +52,7 @@ from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link"]
 
-# If more bytes than this are unwritten after a read, write them before the woken tasks run and add messages.
+# If more bytes than this are unwritten after a read, write them before the tasks that the read has woken add messages.
 _ENOUGH = 1 << 13
 
 

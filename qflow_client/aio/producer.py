@@ -118,7 +118,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             self.on_flow(on_flow)
 
     async def connect(self) -> Self:
-        """Connect and open the channel. ``async with`` calls this.
+        """Connect and open the channel. ``async with`` calls this method.
 
         Returns:
             The producer.

@@ -325,7 +325,7 @@ class RecordSource:
 
 
 class _Lines:
-    """Yields lines of a file, and tracks the position. The arguments after `content` describe the line before it."""
+    """Yields and counts the lines of a file. `number`, `offset` and `last` describe the line before `content`."""
 
     def __init__(self, name: str, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:
         self._name = name

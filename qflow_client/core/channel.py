@@ -168,9 +168,9 @@ class Channel:
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]
         no_room = resending.refusals.retries and means_no_room(code, text)
-        # A message is certainly the cause only if it was alone in flight. Messages that were settled without an answer
-        # (`has_abandoned`) may be the cause too. If ``Channel.Close`` names no method, an operator may have closed the
-        # channel. So without a method, the message must also be a suspect of an earlier channel.
+        # A message certainly caused the close only if it was alone in flight. Messages that were settled without an
+        # answer (`has_abandoned`) may also have caused it. If ``Channel.Close`` names no method, an operator may have
+        # closed the channel. So without a method, the message must also be a suspect of an earlier channel.
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
         is_only_suspect = len(suspects) == 1 and not self._unconfirmed.has_abandoned
         culprits = suspects if is_only_suspect and told and not no_room else []
@@ -194,7 +194,7 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.written_before.intersection(each._number for each in suspects):
-                # The text may name an exchange. Then keep only suspects with this exchange. But if any of them was also
+                # If the text names an exchange, keep only suspects with this exchange. But if any of them was also
                 # written on an earlier channel, keep all, because that channel's text may have named a wrong exchange.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
@@ -324,7 +324,7 @@ class Channel:
         if self._opening is not None:
             self._open(now)
         elif self.number is None and self._settings.on_disconnect is OnDisconnect.FAIL:
-            # The interrupt may have come while the channel ended. So end it again, here and below.
+            # The interrupt may have come while the channel ended. So end the channel again, here and below.
             self._end_again(now)
             self.settle_all(INTERRUPTED, now)
         elif self.number is None:

@@ -225,7 +225,7 @@ class ProducerProtocol:
 
     @step
     def attach_store(self, store: Store, now: float) -> None:
-        """Keep messages in an outbox from now on. Call this before the first admission."""
+        """Keep messages in an outbox from now on. Call this method before the first message is admitted."""
         self.admission.use_store(store)
         self.line.check_room(store)
         self.line.grant(now)

@@ -40,13 +40,13 @@ class SendTicket(Ticket):
         self.payload = payload
         self.exchange = exchange
         self.routing_key = routing_key
-        #: When the message began to wait, in seconds.
+        #: The time at which the message began to wait, in seconds.
         self.since = since
         #: Whether the ticket goes to the front of the line, because a callback sends the message.
         self.first = False
         #: The latest time at which the wait ends, in seconds.
         self.deadline = math.inf
-        #: When to log a notice about the wait, in seconds.
+        #: The time at which a notice about the wait is due, in seconds.
         self.notice_at = math.inf
         #: The receipt; ``None`` at first. It gets a number when the message is admitted or put into the outbox.
         self.receipt: Receipt | None = None
@@ -71,7 +71,7 @@ class SendTicket(Ticket):
 
     @property
     def is_admitted(self) -> bool:
-        """Whether the message was admitted or put into the outbox. Any thread can read this, even outside a step."""
+        """Whether the message was admitted or put into the outbox. Any thread can read this, even outside a `step`."""
         receipt = self.receipt
         return receipt is not None and receipt._number > 0
 

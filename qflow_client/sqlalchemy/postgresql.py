@@ -49,7 +49,7 @@ __all__ = ["AHEAD", "PostgresqlSession"]
 
 # Seconds from the start of a full sweep until another full sweep is due. A sweep in progress is completed first.
 _FULL_PERIOD = 60.0
-# Means "no transaction is in progress". The list is not empty, because a driver may not know the type of an empty list.
+# Means "no transaction is in progress". The list is not empty, because psycopg cannot know the type of an empty list.
 _NO_TRANSACTIONS = [-1]
 # Greater than any transaction number.
 _AFTER_ALL = 1 << 62

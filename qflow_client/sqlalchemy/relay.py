@@ -42,7 +42,7 @@ _SESSIONS: dict[str, type[PostgresqlSession] | type[SqliteSession]] = {
 }
 # The driver that a relay uses for each database system; the keys are the names of database systems in URLs.
 _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg", "sqlite": "sqlite"}
-# Seconds of the pause after the first error, and maximum seconds. Each further error doubles the pause.
+# Seconds of the pause after the first error, and of the longest pause. Each further error doubles the pause.
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
 
@@ -157,7 +157,7 @@ class OutboxRelay:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the relay can work, because it has a database session and a producer."""
+        """Whether the relay can work: it has a database session and a producer, and no error."""
         return self._tenure is not None and self.error is None
 
     @property

@@ -111,7 +111,7 @@ class Journal(Protocol):
         """Keep a message until `leave` is called with number 0, even if the message leaves its queues."""
 
     def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:
-        """Read bodies of messages.
+        """Read bodies of messages from the disk.
 
         Args:
             messages: the messages. Messages whose body is in memory, damaged on disk, or being read are skipped.
@@ -178,10 +178,10 @@ class FlowObserver(Protocol):
         """Record that the queue was deleted."""
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Record that a queue blocks a channel. If `queue` is empty, the controller named `reason` blocks it."""
+        """Record that a queue, or the controller `reason` if `queue` is empty, blocks a channel."""
 
     def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Record that a queue unblocks a channel. If `queue` is empty, the controller named `reason` unblocks it."""
+        """Record that a queue, or the controller `reason` if `queue` is empty, unblocks a channel."""
 
     def gone(self, source: FlowSource) -> None:
         """Record that a channel has ended."""

@@ -50,7 +50,7 @@ class Server:
 
     #: Maximum seconds that a stopping broker waits for clients to close their connections.
     STOP_GRACE = 1.0
-    #: Seconds without input after which the broker closes the connection, or its sending side, of an ended session.
+    #: After this many seconds without input, the broker closes an ended session's connection, or its sending side.
     QUIET = 0.1
     #: Maximum seconds in which the input of one connection is handled before other connections are served.
     SLICE = 0.005

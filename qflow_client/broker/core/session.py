@@ -127,7 +127,7 @@ class Session:
         self.address = ""
         # Whether Connection.Open was accepted. If so, `VirtualHost.open_connections` counts this session until it ends.
         self.was_opened = False
-        # None if the settings have neither a backlog limit (D7) nor sanctions (D8).
+        # The backlog limit (D7) and the sanctions (D8) for this client; None if the settings have neither.
         self.discipline = discipline(self) if discipline is not None else None
         # Whether the socket is not read, because memory is full or too many bytes wait for the disk.
         self.is_paused = False
@@ -238,7 +238,7 @@ class Session:
         return self.is_held and not waits and self.output.unsent <= self.MAX_OUTPUT
 
     def wait_for_letters(self, causes: int) -> None:
-        """If `DeadLetters.causes` is greater than `causes`, handle no more input until `DeadLetters.is_done`."""
+        """If `DeadLetters.causes` is greater than `causes`, handle no more input until they are sent (`is_done`)."""
         letters = self.host.dead_letters
         if letters.causes > causes and not letters.is_done(letters.causes) and self.state is State.RUNNING:
             # Set `is_held` even if no input remains, so that the session holds the input that arrives later.

@@ -80,7 +80,7 @@ class VirtualHost:
         self.waiting = WaitingRoom(clock, settings.max_producer_flow_control_wait, journal)
         # Counts published messages, for example for rate limits; None if nothing counts them.
         self.meter: PublishMeter | None = None
-        # Observes the flow control for the flow log; None if there is none.
+        # Observes the flow control for the flow log; None without a flow log.
         self.observer: FlowObserver | None = None
         when_read = journal.when_read if journal is not None else _run
         resolve, destinations = self.router.target, self.router.destinations
@@ -322,7 +322,7 @@ class VirtualHost:
             refused = refusal(queues, message.size, has_line=False)
             if refused is not None:
                 raise ChannelException(ReplyCode.RESOURCE_ERROR, refused.reason)
-            # The caller cannot wait for `Queue.tick`, so all messages beyond a maximum are dropped now.
+            # The caller cannot wait for `Queue.tick`, so all messages beyond a maximum of the queue are dropped now.
             for queue in queues:
                 queue.enqueue(message, drops=sys.maxsize)
             for queue in queues:

@@ -20,7 +20,7 @@ from typing import Any
 
 __all__ = ["Pattern", "compile_pattern"]
 
-# `re` has no public parser.
+# Use the private parser of `re`, because `re` has no public parser.
 _parser: Any = getattr(re, "_parser")  # noqa: B009
 _Test = Callable[[str], bool]
 
