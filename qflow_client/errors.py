@@ -226,7 +226,7 @@ class UndeliveredMessages(QflowError):
 
     Attributes:
         receipts: receipts of undelivered messages, in the order of admission. Messages in the outbox may be missing.
-        stored: number of messages that stay in the outbox for the next producer. The application must not send them.
+        stored: number of messages that stay in the outbox. The next producer sends them; the application must not.
         dropped: number of further failed messages, whose receipts were dropped because of ``max_failed_bytes``.
     """
 

@@ -134,7 +134,7 @@ class Link:
     async def open(self) -> None:
         """Connect and open the channel. With the setting `connect_in_background`, only start to connect.
 
-        A shared connection is already open, so the setting does not matter there.
+        A shared connection is already open, so the setting has no effect on it.
 
         Raises:
             ConnectionFailed: connecting failed; the text gives the reason.

@@ -85,7 +85,7 @@ class Commits:
     def committed(self, durable: int, error: Exception | None) -> None:
         """Wake the tasks whose messages are on disk, or all tasks after an error. The writer's thread calls this."""
         if self._waits:
-            # If the loop is closed, `call_soon_threadsafe` raises RuntimeError. Then no task waits.
+            # If the loop is closed, `call_soon_threadsafe` raises RuntimeError, but no task waits any more.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake, durable, "" if error is None else str(error))
 

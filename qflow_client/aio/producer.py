@@ -356,7 +356,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         The call returns within a second after the timeout, even if the broker or the network does not answer. A second
         call only waits until the first call ends. If the first call is cancelled, the producer no longer waits for
         confirms, and aborts the connection. The unsettled messages are logged, and are in the attribute ``undelivered``
-        of the `asyncio.CancelledError`. This error is raised within a second, when the producer has ended.
+        of the `asyncio.CancelledError`. The call raises this error when the producer has ended, within a second.
 
         Args:
             timeout: maximum seconds to wait for unsettled messages; ``None`` for no limit. By default `close_timeout`.

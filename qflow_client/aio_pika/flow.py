@@ -252,7 +252,7 @@ class ChannelFlow(DropInFlow):
         return self._restores and not self.left
 
     def ended(self) -> None:
-        """End flow control, because aio-pika opens no new channel. If the program opens one later, `opened` is called."""
+        """End flow control, because aio-pika opens no new channel. If the program opens one, `opened` is called."""
         flow_manager.unregister(self)
         if self._number is None and self.protocol.unsettled:
             self.protocol.channel_ended("the channel is closed", _monotonic())

@@ -103,7 +103,7 @@ class BrokerSettings(Settings):
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed. The error contains the setting, what is allowed, and the value (no token).
+        ValueError: a value is not allowed. The error has the setting, the allowed values, and the value, but no token.
     """
 
     http_host: str = "127.0.0.1"

@@ -352,7 +352,7 @@ class _Lines:
         return line
 
     def decode(self, line: bytes, encoding: str = "utf-8") -> str:
-        # A file in UTF-8 may start with a byte order mark. `lookup` also recognises other names, such as ``utf8``.
+        # A file in UTF-8 may start with a byte order mark. `lookup` knows all names of UTF-8, such as ``utf8``.
         has_mark = self.number == 1 and codecs.lookup(encoding).name == "utf-8"
         return line.decode("utf-8-sig" if has_mark else encoding)
 

@@ -24,7 +24,7 @@ from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["INTERRUPTED", "Channel"]
 
-# Class and method ids in ``Channel.Close``: of ``Basic.Publish``, and if no method caused the error.
+# Class and method ids in ``Channel.Close``: those of ``Basic.Publish``, and those for "no method".
 _BASIC_PUBLISH = (60, 40)
 _NO_METHOD = (0, 0)
 
@@ -163,7 +163,7 @@ class Channel:
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()
-        # Any begun message that was not returned may be the cause. Without confirms, a settled message may be it too.
+        # Any begun message that was not returned may be the cause; without confirms, any settled message too.
         suspects: list[Receipt] = []
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]

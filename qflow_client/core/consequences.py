@@ -128,7 +128,7 @@ class Consequences:
 
     @property
     def _is_ending(self) -> bool:
-        """Whether the producer is closed and opens no further channel. Then a lifted hold is reported as ``closed``."""
+        """Whether the producer is closed and opens no more channels. If so, lifted holds are reported as ``closed``."""
         return self._parts.channel.is_over and self._parts.admission.closed is not None
 
     def apply_stops(self, now: float) -> None:

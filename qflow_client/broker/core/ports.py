@@ -148,7 +148,7 @@ class Journal(Protocol):
 
 
 class FlowObserver(Protocol):
-    """Observes messages, flow states, blocked (flowed) channels and held confirms."""
+    """Observes messages, flow states, blocked (flowed) channels and withheld confirms."""
 
     #: Seconds between two calls of `tick`.
     period: float
@@ -166,13 +166,13 @@ class FlowObserver(Protocol):
         """Record that the queue has turned ON: a flow state is ON, and no flow state was ON before."""
 
     def turned_off(self, queue: QueueView) -> None:
-        """Record that the queue has turned OFF: no flow state is ON any more. The queue then holds no confirms."""
+        """Record that the queue has turned OFF: no flow state is ON any more. The queue then withholds no confirms."""
 
     def keeps_confirms(self, queue: QueueView, source: FlowSource | None) -> None:
-        """Record that the queue holds the confirm of a message (C5)."""
+        """Record that the queue withholds the confirm of a message (C5)."""
 
     def lets_confirms_go(self, queue: QueueView) -> None:
-        """Record that the queue holds no confirms any more."""
+        """Record that the queue withholds no confirms any more."""
 
     def deleted(self, queue: QueueView) -> None:
         """Record that the queue was deleted."""
