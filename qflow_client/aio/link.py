@@ -127,7 +127,7 @@ class Link:
         return self._reconnection.last
 
     def _post(self, function: Callable[[], object]) -> None:
-        # If the loop is closed, `call_soon_threadsafe` raises RuntimeError. Then the call is not needed.
+        # If the loop is closed, `call_soon_threadsafe` raises RuntimeError, and the call is not needed.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
@@ -425,7 +425,7 @@ class Link:
 
     def _on_close(self, closing: asyncio.Future[Any]) -> None:
         if self._number is None:
-            # The producer has ended the connection. Or `_open_channel_again` is running, and will notice the loss.
+            # Either the producer has ended the connection, or `_open_channel_again` runs, and will notice the loss.
             return
         error = _error(closing)
         left, self._leaves_because = self._leaves_because, ""
@@ -466,7 +466,7 @@ class Link:
             self._returning = self._loop.create_task(self._reopen())
 
     def _leave(self, reason: str, *, reconnects: bool = False) -> bool:
-        """Separate the channel from the producer. Return True if the producer wants a new connection."""
+        """Detach the channel from the tap, and report its loss. Return True if the producer wants a new connection."""
         number, self._number = self._number, None
         tapped = self.writer
         if number is not None and tapped is not None:

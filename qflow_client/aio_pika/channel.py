@@ -75,8 +75,8 @@ class Channel(_aio_pika.Channel):
     async def close(self, exc: Any = None) -> None:
         """Close the channel like aio-pika. A `publish` that is blocked (flowed) raises `ChannelInvalidStateError`.
 
-        If the broker does not read now, the wait for its answer has a limit of `max_producer_flow_control_wait`
-        seconds. The limit is 0.3 s if an exception has ended the channel's ``async with`` block.
+        If the broker reads nothing now, this method waits for its answer for at most `max_producer_flow_control_wait`
+        seconds, or 0.3 s if an exception has ended the channel's ``async with`` block.
         """
         flow = self.flow_control
         flow.left = True

@@ -79,7 +79,7 @@ AIO_PIKA = replace(
 
 _BODY_HEAD = Struct(">BHI")
 _BASIC_PUBLISH = 60, 40
-# If more bytes than this are unwritten after a read, write them before the woken tasks run and publish messages.
+# If more bytes than this are unwritten after a read, write them before the tasks that the read woke publish more.
 _SEPARATE_WRITE = 1 << 13
 
 _monotonic = time.monotonic
@@ -394,7 +394,7 @@ class ChannelFlow(DropInFlow):
             return b"".join((method, header, _BODY_HEAD.pack(3, number, size), body, b"\xce"))
         parts = [method, header]
         if size:
-            # The same chunks as in aiormq. If there is no frame limit, there is one chunk.
+            # Divide the body into the same frames as aiormq. If there is no limit for frames, there is one frame.
             step = most if most > 0 else size
             for at in range(0, size, step):
                 part = body[at : at + step]

@@ -77,7 +77,7 @@ class Channel:
         self.number: int | None = None
         # The number and the maximum frame size of a channel whose `open` is not complete; otherwise ``None``.
         self._opening: tuple[int, int] | None = None
-        #: Whether a channel was ever open. `EncodedProtocol.forget_past` (of the drop-ins) resets this.
+        #: Whether a channel was ever open. `EncodedProtocol.forget_past` (of the drop-ins) sets it to False again.
         self.was_open = False
         #: True while declarations of the program are being repeated. No message is written meanwhile.
         self.is_restoring = False

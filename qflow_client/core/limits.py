@@ -67,7 +67,7 @@ class Limits:
         )
 
     def add(self, limiter: Limiter) -> None:
-        """Add a limit. Call this before the first admission."""
+        """Add a limit. Call this method before the first message is admitted."""
         self.is_plain = False
         self.controller.limiter = CompositeLimiter((self.controller.limiter, limiter))
 

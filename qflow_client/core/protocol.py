@@ -45,7 +45,7 @@ the probe may have arrived. With ``on_disconnect="fail"``, each loss of the conn
 
 The owner calls no other method between `data_to_write` and `advance`, and ends a channel before it opens another.
 If an exception, such as ``KeyboardInterrupt``, interrupts a method, the owner does not report the same event again. If
-this method handles an answer of the broker or returns bytes to write, the owner ends the channel.
+the interrupted method handles an answer of the broker or returns bytes to write, the owner ends the channel.
 
 All public methods that change state are steps, see `step`. `Consequences` has the actions that follow a step. Ids such
 as E1, C6 and J7 name lines of the sources in ``docs/sources.md``.
@@ -438,7 +438,7 @@ class ProducerProtocol:
 
     @property
     def has_answer(self) -> bool:
-        """Whether some frames, such as ``Flow-Ok``, are not written yet. `is_stopped` does not stop these frames."""
+        """Whether the outbound has unwritten frames, such as ``Flow-Ok``. `is_stopped` does not stop these frames."""
         return not self._unconfirmed.outbound.is_empty
 
     @step

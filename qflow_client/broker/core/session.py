@@ -121,7 +121,7 @@ class Session:
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
         # Whether further input is ignored: after bytes that are not AMQP, or after an internal error.
         self._is_deaf = False
-        # Whether the input is held until `DeadLetters.when_done`.
+        # Whether the input is held until `DeadLetters` has sent its messages, and calls `_letters_sent`.
         self._waits_for_letters = False
         # Address of the client; empty if it has none.
         self.address = ""

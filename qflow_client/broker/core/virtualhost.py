@@ -39,7 +39,7 @@ _log = get_logger(__name__)
 
 
 class VirtualHost:
-    """The state that all connections share.
+    """The state that all connections share: exchanges, queues, bindings and limits.
 
     Args:
         clock: returns monotonic seconds.

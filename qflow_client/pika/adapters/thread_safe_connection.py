@@ -120,7 +120,7 @@ class _Publishing:
                 except TimeoutError:
                     if future.done():
                         raise
-                # A closed connection's `add_callback_threadsafe` raises the reason, even without the loop's thread.
+                # If the connection is closed, `add_callback_threadsafe` raises the error that closed it.
                 connection.add_callback_threadsafe(self._notice)
                 if _monotonic() >= deadline and future.cancel():
                     exchange, routing_key, _ = self._publish.arguments
@@ -252,7 +252,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         try:
             publish = self._channel.encode(exchange, routing_key, body, properties, mandatory)
         except exceptions.ChannelWrongStateError:
-            # If the connection has ended, `add_callback_threadsafe` raises the reason, as pika does.
+            # If the connection has ended, `add_callback_threadsafe` raises the error that ended it, as pika does.
             connection.add_callback_threadsafe(_nothing)
             raise self.closing_error.with_traceback(None) from None
         if connection.is_ioloop_thread:
