@@ -59,7 +59,7 @@ class SettingsError(QflowError, ValueError):
 
 
 class ConnectionFailed(QflowError, ConnectionError):
-    """No host accepted a connection and a channel, or a Spark reader lost its connection. The text has the reasons."""
+    """No host let the client open a channel, or a Spark reader lost its connection. The text contains the reasons."""
 
 
 class ProducerClosed(QflowError):

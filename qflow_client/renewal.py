@@ -29,7 +29,7 @@ class Failure(NamedTuple):
     """The failure of a request for credentials.
 
     Attributes:
-        why: text for people, without the secret.
+        why: the reason for the failure, without the secret.
     """
 
     why: str

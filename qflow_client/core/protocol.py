@@ -208,7 +208,7 @@ class ProducerProtocol:
 
     @step
     def withdraw(self, receipt: Receipt, now: float) -> bool:
-        """Settle an unsent message as *failed*, but do not report it. Return False if the message is not unsent."""
+        """Settle an unsent message as *failed*, but do not report it. Return False if it is not in `unsent`."""
         self._writing.take_back()
         unsent = self.admission.unsent
         if receipt not in unsent:
@@ -409,7 +409,7 @@ class ProducerProtocol:
     def take_output(self, now: float) -> bytes:
         """Return the next bytes to write, and record that they are written. Repeat the call until the result is empty.
 
-        Owners that can write any number of bytes use this. It takes half the time of `data_to_write` and `advance`.
+        Owners that can write any number of bytes call it: it takes half the time of `data_to_write` and `advance`.
         """
         steps = self.steps
         if steps.is_unfinished:

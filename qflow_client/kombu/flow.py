@@ -92,7 +92,7 @@ class _Protocol(EncodedProtocol):
 
     @step
     def advance(self, count: int, now: float) -> bool:
-        # No message may be admitted while earlier bytes wait. So lift the hold `transport` only when all are written.
+        # No message may be admitted while earlier bytes wait. So lift the hold `transport` only when no bytes wait.
         outbound = self.parts.unconfirmed.outbound
         outbound.advance(count)
         self.admission.unwritten -= count

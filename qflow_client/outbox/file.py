@@ -273,7 +273,7 @@ def _look(file: Database, after: int, limit: int) -> tuple[list[StoredMessage], 
 
 
 def look_damaged(file: Database) -> dict[int, str]:
-    """Return a mapping from the sequence of each damaged message to its error."""
+    """Return, by sequence, the reason for each message that is damaged, or was set aside as damaged."""
     damaged: dict[int, str] = {}
     after = -1
     while rows := file.rows(_READ.format(""), after, _LOOKED_AT):

@@ -238,7 +238,7 @@ class Session:
         return self.is_held and not waits and self.output.unsent <= self.MAX_OUTPUT
 
     def wait_for_letters(self, causes: int) -> None:
-        """If `DeadLetters.causes` is greater than `causes`, handle no more input until they are sent (`is_done`)."""
+        """If `DeadLetters.causes` is greater than `causes`, handle no more input until all dead letters are sent."""
         letters = self.host.dead_letters
         if letters.causes > causes and not letters.is_done(letters.causes) and self.state is State.RUNNING:
             # Set `is_held` even if no input remains, so that the session holds the input that arrives later.

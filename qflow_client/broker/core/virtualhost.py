@@ -39,7 +39,7 @@ _log = get_logger(__name__)
 
 
 class VirtualHost:
-    """The state that all connections share: exchanges, queues, bindings and limits.
+    """The state that all connections share: exchanges, queues, bindings and timers.
 
     Args:
         clock: returns monotonic seconds.
@@ -261,7 +261,7 @@ class VirtualHost:
         self.router.version += 1
 
     def apply_rules_in_steps(self) -> Iterator[None]:
-        """Compute the limits of all queues again, one queue in each step. Other work can run between two steps."""
+        """Compute the limits of all queues again. Other work can run between two queues."""
         for queue in tuple(self.queues.values()):
             if not queue.is_deleted:
                 self.apply_rules(queue)
@@ -302,7 +302,7 @@ class VirtualHost:
         body: bytes,
         properties: pamqp.commands.Basic.Properties | None = None,
     ) -> int:
-        """Publish a message without a channel, so flow control does not delay it. Return the number of its queues.
+        """Publish a message without a channel, so flow control does not delay it. Return how many queues get it.
 
         Raises:
             ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is

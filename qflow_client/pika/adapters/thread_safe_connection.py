@@ -322,7 +322,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
     def _leave_to_parent(self, reason: BaseException) -> None:
         # A thread of the parent may have held the lock, and would never release it in the child.
         self._channel_waiters_lock = threading.Lock()
-        # With a reason, calls raise an error immediately. Otherwise they would wait for a thread that does not exist.
+        # With this reason, calls raise an error immediately. Otherwise they would wait for a thread of the parent.
         self._closed_reason = reason
 
     def channel(self, timeout: float | None = _pika.DEFAULT_RPC_TIMEOUT) -> Channel:
