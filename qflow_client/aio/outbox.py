@@ -56,7 +56,7 @@ class Commits:
         """Wait until all messages that are in the outbox now are on disk.
 
         Args:
-            receipt: the receipt of the caller's last message, for the error.
+            receipt: the receipt of the caller's last message, which the error contains.
             deadline: the caller's deadline, in seconds of `time.monotonic`.
 
         Raises:
@@ -116,7 +116,7 @@ class Commits:
         self._set_timer(min((wait.deadline for wait in self._waits), default=math.inf))
 
     def end(self) -> None:
-        """Wake the tasks that still wait. Call this when the outbox is closed, and its writer has ended."""
+        """Wake the tasks that still wait. Call this method when the outbox is closed, and its writer has ended."""
         if self._waits:
             outbox = self._storage.outbox
             self._wake(outbox.durable, f"{outbox.path}: the producer was closed")

@@ -521,12 +521,12 @@ class ChannelFlow(DropInFlow):
         self._dispatcher.call(listener, event)
 
     def _after_io(self) -> bool:
-        """Call `after`, which wakes tasks. Return True if the output must not wait for the messages of these tasks."""
+        """Call `after`, which wakes tasks. Return True if the output must be written before these tasks run."""
         self.after()
         if self.settings.rate is not None:
             self._arm()
         protocol = self.protocol
-        # Write the answer to a stop immediately. The answer to a restart is written together with the waiting messages.
+        # Write the answer to a stop (``Channel.Flow``) at once, and the answer to a restart with the waiting messages.
         return protocol.unwritten > _SEPARATE_WRITE or (protocol.is_stopped and protocol.has_answer)
 
     def _kick(self) -> None:

@@ -27,7 +27,7 @@ __all__ = ["Limits", "check_capacity"]
 
 
 def check_capacity(capacity: object) -> None:
-    """Raise `SettingsError` if an existing producer cannot have this capacity."""
+    """Raise `SettingsError` if `capacity` is not allowed for an existing producer."""
     check_setting("capacity", capacity)
     if isinstance(capacity, str):
         raise SettingsError(f"capacity={capacity!r}: the capacity of an existing producer can only be set to a number")

@@ -33,7 +33,7 @@ broker stops the new channel (``Channel.Flow``).
 
 1. The refusal raises the hold ``refused`` and begins a pause. The message moves into `again` as a second copy.
 2. The loss raises the hold ``disconnected``, and stops the clock that measures `retry_for`. The pause continues.
-3. The next channel lifts ``disconnected``, but not ``refused``. The clock continues, and the message is encoded again.
+3. The next channel lifts only ``disconnected``. The clock continues, and the message's properties are encoded again.
 4. The broker's stop raises the hold ``channel_flow``, and stops the clock. When the stop ends, the clock continues.
 5. When the pause is over, the message gets frames, and moves into `flight` as a probe. No other message is sent before
    the broker answers the probe.

@@ -264,7 +264,7 @@ class PostgresqlSession:
         return rows
 
     def _adopt_restored(self) -> None:
-        """Replace transaction numbers that this server has not reached (from another server's backup) by 0."""
+        """Set transaction numbers that this server has not reached to 0; they come from another server's backup."""
         self._run(
             f"UPDATE {self._rows} SET xid = 0"
             " WHERE xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"

@@ -77,7 +77,7 @@ class Operation:
         answer: type of the answer; ``None`` for an answer without a body.
         media_types: media types of the answer. The first one is the default.
         statuses: statuses of successful answers. If there are several, the handler returns the status and the answer.
-        problems: statuses of errors, in addition to 400, 403 and the statuses that follow from other attributes.
+        problems: statuses of errors, in addition to 400, 403, and those of `body`, `lasts`, `is_large` and `is_public`.
         is_public: whether the operation needs no token, even if the API has one.
         lasts: whether the answer waits until the changes are on disk. If the disk is too slow, the status is 503.
         is_large: whether the answer grows with the number of objects in the broker. Large answers are created one after

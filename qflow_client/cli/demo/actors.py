@@ -77,7 +77,7 @@ class _Feeder(threading.Thread):
                 self._sent += 1
                 self._checksum += zlib.crc32(body)
             self._producer.flush()
-            # Wait, because the audit fails if the producer is still blocked (flowed) at the end.
+            # Wait, because the demonstration's audit fails if the producer is still blocked (flowed) at the end.
             self._producer.wait_unflowed(_UNFLOW_TIMEOUT)
         except Exception as error:
             self.error = error

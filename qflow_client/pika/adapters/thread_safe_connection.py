@@ -3,7 +3,7 @@
 pika runs the connection on a separate thread, the IOLoop's thread. Only this thread changes a channel's holds, so no
 lock is needed. A publishing thread passes its message to the IOLoop's thread (`_Publishing`). If there is
 certainly room, the publishing thread continues immediately, as with pika. Otherwise the publishing thread waits until
-the message is written or rejected.
+the message is written, or gets an error.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class _Publishing:
         self._publish = publish
         self._on_publish = on_publish
         # A future for the thread that waits; ``None`` if no thread waits. The future is running after the message is
-        # admitted, and done when it is written or rejected. To withdraw the message, the waiting thread cancels the
-        # future.
+        # admitted, and done when it is written or gets an error. To withdraw the message, the waiting thread cancels
+        # the future.
         self._future: Future[None] | None = None
         # The `SendTicket` of the message; ``None`` while the message has no ticket.
         self._ticket: Any = None
@@ -174,7 +174,7 @@ class _Publishing:
         flow.look_at_transport(now)
 
     def set(self) -> None:
-        """Finish the call, because the message was admitted and written, or was rejected."""
+        """Finish the call, because the message was written, or got an error."""
         ticket = self._ticket
         if ticket.receipt is None:
             self._end(self._channel.closing_error if isinstance(ticket.error, ProducerClosed) else ticket.error)
