@@ -34,7 +34,7 @@ def check_capacity(capacity: object) -> None:
 
 
 class Limits:
-    """The limits of one producer. For `line` and its errors, see `ProducerProtocol`."""
+    """The windows and the rate of one producer. For `line` and its errors, see `ProducerProtocol`."""
 
     __slots__ = ("adaptive", "byte_window", "controller", "is_plain", "max_capacity", "window")
 

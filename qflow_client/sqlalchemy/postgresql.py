@@ -61,7 +61,7 @@ _monotonic = time.monotonic
 
 
 class PostgresqlSession:
-    """One session of a relay.
+    """A session of a relay with PostgreSQL, on its own connection.
 
     Args:
         engine: an engine of SQLAlchemy with the driver psycopg.

@@ -26,7 +26,7 @@ after_fork_in_child(_after_fork_in_child)
 
 
 class SyncReceipt(Receipt):
-    """The receipt of one message of a `Producer`."""
+    """The receipt of one message of a `Producer`, for threads that wait for the outcome."""
 
     __slots__ = ()
 

@@ -65,7 +65,7 @@ def _quality(wanted: Iterable[tuple[str, dict[str, str]]], offered: str) -> tupl
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the API.
+    """A path and a method of the API, and the handler that serves them.
 
     Attributes:
         path: path of the operation, with the names of parameters in braces.
@@ -156,7 +156,7 @@ class Operation:
 
 
 class Api:
-    """All operations of the API."""
+    """The operations of the API, and their OpenAPI description."""
 
     def __init__(self) -> None:
         #: The operations, in the order of their definition.

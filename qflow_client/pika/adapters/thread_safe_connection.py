@@ -291,7 +291,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
 
         Args:
             callback: called on the IOLoop's thread, so it must return quickly. If the callback calls a method that
-                would have to wait, this method raises an error.
+                would have to wait, the called method raises an error.
         """
         self.connection.run(lambda: self.flow_control.listen(callback))
 
