@@ -73,7 +73,7 @@ class Channel(_aio_pika.Channel):
             self.flow_control.restored()
 
     async def close(self, exc: Any = None) -> None:
-        """Close the channel like aio-pika. A `publish` that is blocked (flowed) raises `ChannelInvalidStateError`.
+        """Close the channel like aio-pika. Blocked (flowed) calls of `publish` raise `ChannelInvalidStateError`.
 
         If the broker reads nothing now, this method waits for its answer for at most `max_producer_flow_control_wait`
         seconds, or 0.3 s if an exception has ended the channel's ``async with`` block.

@@ -255,7 +255,7 @@ class Server:
         self._on_change()
 
     def check_growth(self) -> None:
-        """Check the memory now if it is above a limit, because more connections may read input before `_end_turn`."""
+        """If memory is above a limit, check it now, because more connections may read input before `_end_turn`."""
         journal = self.host.journal
         if journal is not None and journal.limit:
             is_full = journal.held > journal.limit and not self._waits_for_memory

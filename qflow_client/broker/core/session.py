@@ -76,7 +76,7 @@ class State(Enum):
 
 
 class Session:
-    """One connection.
+    """The broker's side of one AMQP connection.
 
     Args:
         name: name of the connection: the address and port of the peer.

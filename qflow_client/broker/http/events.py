@@ -134,7 +134,7 @@ class Watch:
     # Checking.
 
     async def _refresh(self) -> None:
-        """Check the broker if it has changed since the last check, and if the last check is old enough."""
+        """Do a new check, if the broker has changed since the last check and the last check is old enough."""
         async with self._lock:
             began = time.monotonic()
             version = self._broker.version

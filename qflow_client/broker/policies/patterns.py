@@ -234,5 +234,5 @@ def _negated(test: _Test) -> _Test:
 
 @lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Pattern:
-    """Return the pattern of an expression. The errors are those of `Pattern`."""
+    """Return the `Pattern` of an expression, from a cache if possible. The errors are those of `Pattern`."""
     return Pattern(text)

@@ -134,7 +134,7 @@ def _produce(url: str, queue: str, capacities: Sequence[int], messages: int, rep
 
 
 class Ledger:
-    """Counts consumed, missing, repeated and unknown messages. The numbers 1 to `messages` are expected."""
+    """Counts consumed, missing, repeated and unknown messages. The expected message numbers are 1 to `messages`."""
 
     def __init__(self, messages: int) -> None:
         # For each message number, 1 if the message has arrived, and 0 if it has not. Number 0 is not used.
