@@ -170,7 +170,7 @@ class Channel:
         no_room = resending.refusals.retries and means_no_room(code, text)
         # A message certainly caused the close only if it was alone in flight. Messages that were settled without an
         # answer (`has_abandoned`) may also have caused it. If ``Channel.Close`` names no method, an operator may have
-        # closed the channel. Then the message must also be a suspect (see `suspects`).
+        # closed the channel. In this case the message must also be a suspect of an earlier channel.
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
         is_only_suspect = len(suspects) == 1 and not self._unconfirmed.has_abandoned
         culprits = suspects if is_only_suspect and told and not no_room else []

@@ -24,7 +24,7 @@ _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
 
 
 class Consequences:
-    """The actions that follow the steps of one producer."""
+    """The actions that follow the steps of one producer's protocol."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

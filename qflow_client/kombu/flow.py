@@ -109,7 +109,7 @@ class _Protocol(EncodedProtocol):
         super().on_flow(active, now)
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        # Never use this object again: if py-amqp opens the channel again, the channel gets a new `ChannelFlow`.
+        # This object is not used again: if py-amqp opens the channel again, the channel gets a new `ChannelFlow`.
         self.end(f"the channel is closed: {code} {text}", now)
 
     def end(self, reason: str, now: float) -> None:

@@ -122,7 +122,7 @@ class Journal(Protocol):
         """Call a function when the body of a message is in memory, or is known to be damaged on disk."""
 
     def make_pager(self) -> BodyPager:
-        """Create a pager for a queue with the policy `flow_to_disk`."""
+        """Create the object that decides which bodies of a queue with the policy `flow_to_disk` stay in memory."""
 
     def make_droppable(self) -> DroppableEntries:
         """Create a container for the entries of a queue that may be dropped to free memory."""

@@ -322,7 +322,7 @@ class VirtualHost:
             refused = refusal(queues, message.size, has_line=False)
             if refused is not None:
                 raise ChannelException(ReplyCode.RESOURCE_ERROR, refused.reason)
-            # The caller cannot wait for `Queue.tick`, so all messages beyond a maximum of the queue are dropped now.
+            # The caller cannot wait for `Queue.tick`, so all messages beyond the maximum of a queue are dropped now.
             for queue in queues:
                 queue.enqueue(message, drops=sys.maxsize)
             for queue in queues:

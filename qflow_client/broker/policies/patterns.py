@@ -49,7 +49,7 @@ class _Node:
 
 
 class Pattern:
-    """A compiled expression.
+    """A compiled regular expression.
 
     Raises:
         ValueError: the expression is invalid, is too large, or has a feature that is refused.
