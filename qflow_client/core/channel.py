@@ -163,7 +163,7 @@ class Channel:
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()
-        # Any begun message that was not returned may be the cause; without confirms, any settled message too.
+        # Any begun message that was not returned may be the cause; without confirms, a settled message too.
         suspects: list[Receipt] = []
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]
