@@ -121,7 +121,7 @@ class Session:
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
         # Whether further input is ignored: after bytes that are not AMQP, or after an internal error.
         self._is_deaf = False
-        # Whether the input is held until `DeadLetters` has sent its messages, and calls `_letters_sent`.
+        # Whether the input is held until `DeadLetters` calls `_letters_sent`, see `DeadLetters.when_done`.
         self._waits_for_letters = False
         # Address of the client; empty if it has none.
         self.address = ""
@@ -238,7 +238,7 @@ class Session:
         return self.is_held and not waits and self.output.unsent <= self.MAX_OUTPUT
 
     def wait_for_letters(self, causes: int) -> None:
-        """If `DeadLetters.causes` is greater than `causes`, handle no more input until all dead letters are sent."""
+        """If `DeadLetters.causes` is greater than `causes`, handle no more input until `_letters_sent` is called."""
         letters = self.host.dead_letters
         if letters.causes > causes and not letters.is_done(letters.causes) and self.state is State.RUNNING:
             # Set `is_held` even if no input remains, so that the session holds the input that arrives later.

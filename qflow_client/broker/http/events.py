@@ -96,7 +96,7 @@ class Watch:
 
         Args:
             period: seconds that the stream waits before it looks for changes again.
-            is_gone: function that returns True if the client has disconnected. It is called after each `period`.
+            is_gone: function that returns True if the client has disconnected. It is called after each sleep.
         """
         key, loop = object(), asyncio.get_running_loop()
         self._known[key] = 0
