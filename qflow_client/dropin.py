@@ -49,7 +49,7 @@ __all__ = [
     "RepeatableMessage",
 ]
 
-#: Settings that drop-ins reject and leave to the library or the program. Robust aio-pika accepts `on_disconnect`.
+#: Settings that drop-ins reject. Only the `connect_robust` of aio-pika accepts one of them, `on_disconnect`.
 ADDRESSING = ("exchange", "routing_key", "mandatory")
 RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
 RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
@@ -224,7 +224,7 @@ class _ReadyFrames(PublishEncoder):
 
     def frames(self, _route: Route, _body: bytes, prepared: Any, _number: int) -> list[bytes]:
         # Return all frames of the message as one element. Between two elements, the library may write a method on the
-        # same channel. Then the broker would end the connection, because a method interrupts the message.
+        # same channel. The broker would then close the connection, because no method may come there.
         return [prepared]
 
 
@@ -269,7 +269,7 @@ class EncodedProtocol(ProducerProtocol):
 
 
 class Flag:
-    """The waiter of a call that processes I/O on its own thread until `is_set` is True."""
+    """The waiter of a blocking call. The caller's own thread processes I/O until `is_set` is True."""
 
     __slots__ = ("is_set",)
 

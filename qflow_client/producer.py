@@ -95,7 +95,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         )
 
     def _use_engine(self, engine: BaseEngine) -> None:
-        """Set the engine. It must not refer to the producer, because a dropped producer would then stay alive."""
+        """Set the engine, which must not refer to the producer. Otherwise a dropped producer would stay alive."""
         self._engine = engine
         producer, manager = weakref.ref(self), self._manager
 
@@ -265,7 +265,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
     @contextmanager
     def _stored_with(self, payload: bytes | Message, position: Position) -> Iterator[Message]:
-        """Yield the message with the position. Errors of the ``with`` block contain the message without it."""
+        """Yield the message with the position. Errors of the ``with`` block contain the original message."""
         self._check_position(position)
         try:
             yield with_position(payload, position)

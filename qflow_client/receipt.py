@@ -30,7 +30,7 @@ RECEIPT_OVERHEAD = 512
 
 
 class Outcome(StrEnum):
-    """The outcome of a message."""
+    """What has happened to an admitted message."""
 
     #: The broker has accepted the message (``Basic.Ack``).
     CONFIRMED = "confirmed"

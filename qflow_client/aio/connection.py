@@ -173,7 +173,7 @@ async def connect_async(
 
 
 async def open_connection(connection: TappedConnection, url: str, timeout: float | None = None) -> None:
-    """Connect. After an error, close the connection.
+    """Connect, and close the connection again if this fails.
 
     Args:
         timeout: the time limit for connecting in seconds. With ``None`` only aio-pika's own limits apply.

@@ -535,7 +535,7 @@ class Engine(BaseEngine):
         """Close the outbox, which another producer may need, and log the lost messages. A second call does nothing."""
         if self._all_ended.is_set():
             return
-        # If another thread is running this method, the end of the process waits here for that thread.
+        # A thread of `end_soon` may be running this method. At the end of the process, wait for that thread.
         with self._last_end:
             if self._all_ended.is_set():
                 return

@@ -89,7 +89,7 @@ def send(
 
 
 def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[bool]:
-    """Wait until the admitted messages and the outbox's backlog are settled. Return False after the deadline."""
+    """Wait until every message now admitted or in the outbox's backlog is settled. Return False after the deadline."""
     if protocol.waiters.when_flushed(waiter):
         yield deadline
     return not protocol.waiters.forget(waiter)

@@ -61,7 +61,7 @@ class Returns:
         """Return the message that a return refers to, if it is written and unsettled; otherwise ``None``."""
         if message_id is None:
             return None
-        # A message with a reply was already returned.
+        # Skip messages with a reply, because they were already returned.
         own = [each for each in self.by_id.get(message_id, ()) if each._reply is None and self._is_written(each)]
         if own:
             # Several messages may have this id. Prefer a message with the exchange and routing key of the return.
@@ -86,7 +86,7 @@ class Returns:
         return found if found is not None and found.message_id == message_id else None
 
     def _is_written(self, receipt: Receipt) -> bool:
-        """Whether an unsettled message is completely written on this channel, or was written before."""
+        """Whether an unsettled message is completely written, or was written earlier and waits to be sent again."""
         tag = self._unconfirmed.tag_of(receipt)
         if not tag:
             return receipt._number in self._resending.written_before

@@ -191,7 +191,7 @@ class Settling:
             self.settle_run(first, stop, outcome, now)
 
     def settle_acked(self, acks: Iterable[tuple[int, int]], now: float) -> None:
-        """Settle the messages that the acks of one read confirm. `TapChannel.on_acks` describes the list.
+        """Settle the messages that the acks of one read confirm. `TapChannel.on_acks` describes `acks`.
 
         The result is the same as with a call of `answer` for each ack. Acks with consecutive tags are handled together.
         """
@@ -280,7 +280,7 @@ class Settling:
         admission = self._admission
         admission.prepare_again(receipt)
         cost = admission.cost(receipt)
-        # No function is called while the sum is computed, see `step`.
+        # The cost is computed before the addition, see rule 2 in `step`.
         admission.unwritten += cost
 
     def hold_refused(self, detail: str, now: float, *, new_pause: bool) -> None:

@@ -9,10 +9,10 @@ Four rules change the window:
 
 1. *Are the last 30 % of the window useful?* About every second epoch is a *trial* with only 70 % of the window. If this
     does not reduce throughput, the window shrinks. Otherwise the window grows. While it is far too small, it doubles.
-2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. The latency of an
-    epoch may be longer by more than 25 % plus 10 ms, for one of two reasons. Either elements always wait in a queue, or
-    the broker commits in groups and elements wait for the next commit. In both cases the window keeps its last 30 %
-    only if they add more throughput than rule 1 requires. It grows only if throughput grows in proportion to capacity.
+2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. If the
+    latency of an epoch is longer by more than 25 % plus 10 ms, either elements always wait in a queue, or the broker
+    commits in groups and elements wait for the next commit. In both cases the window keeps its last 30 % only if they
+    add more throughput than rule 1 requires. It grows only if throughput grows in proportion to capacity.
     If the latency exceeds `_bound` (the longest latency without a queue), the window stops doubling, or shrinks.
     Rule 1 alone would not shrink it: if a queue has several producers, a larger window gets more throughput.
 3. *Are answers delayed?* A measurement may take four times `_bound` plus 0.1 s. If it takes longer, the window is
@@ -45,7 +45,7 @@ _WORTH_ADDING = 0.9
 # After a trial without doubling, the window grows at most by the factor `_GROW`, or shrinks by the factor `_SHRINK`.
 _GROW = 1.25
 _SHRINK = 1.1
-# Doubling ends after this number of useless doublings in a row. With group commits, one doubling proves nothing.
+# Doubling ends after this number of useless doublings in a row. With group commits, one useless doubling may be chance.
 _MAX_FLAT_STEPS = 2
 # Two values count as equal if their ratio is at most this number.
 _EQUAL_RATIO = 1.05
@@ -147,7 +147,7 @@ class AdaptiveWindow(WindowLimiter):
         self.rate = 0.0
         #: The shortest trip of the last epoch in seconds; 0 before the end of the first epoch.
         self.latency = 0.0
-        #: The latency without a queue, in seconds, as measured; infinite before the end of the first epoch.
+        #: The lowest recent latency in seconds, taken as the latency without a queue; infinite in the first epoch.
         self.way = inf
         # When `way` was last measured, or when `_begin_again` was last called.
         self._way_at = -inf
@@ -182,7 +182,7 @@ class AdaptiveWindow(WindowLimiter):
         self._limited = False
         # When the window most recently got room.
         self._room_since = inf
-        # Whether the window had room for too long in this epoch.
+        # Whether the window had room for more than `_IDLE` seconds at a time in this epoch.
         self._idle = False
 
         # Capacity and rate of each epoch while the window doubles; ``None`` otherwise.
@@ -267,7 +267,7 @@ class AdaptiveWindow(WindowLimiter):
         """Forget the measurements. The window keeps its size until there are new measurements."""
         self._trial = None
         self._paid = False
-        # Nothing was measured for a while. So let `_WAY_KEEPS` seconds pass before `way` is measured again.
+        # This epoch has no result. So begin the wait of `_WAY_KEEPS` seconds again, after which `way` is measured.
         self._way_at = now
         if self._tried is None:
             self._start(_Epoch.FULL, now)

@@ -222,7 +222,7 @@ class FlowSource:
         return bool(self.blocked_by)
 
     def on_blocked(self) -> None:
-        """Called when the source becomes blocked. From now on the source should offer no elements."""
+        """Called when the source becomes blocked. The source should offer no elements until `on_unblocked`."""
 
     def on_unblocked(self) -> None:
         """Called when no controller blocks the source any more. The source can offer elements inside this call."""
@@ -411,7 +411,7 @@ class FlowController:
     def grant(self, now: float) -> Ticket | None:
         """Admit the element of the next ticket, if it can enter now.
 
-        The limiter's hold is lifted if there is room, and no ticket waits or other code has closed the gate.
+        If there is room, the limiter's hold is lifted. But while tickets wait and only this hold exists, it stays.
 
         Returns:
             The ticket of the admitted element; ``None`` if no element was admitted.

@@ -15,7 +15,7 @@ __all__ = ["Spilled"]
 class Spilled(Receipt):
     """The receipt of a message that waits in the outbox. Until the message enters the window, the receipt has no body.
 
-    Each kind of producer derives a class from this class and from the class of its other receipts.
+    Each kind of producer has a class that inherits from this class and from the producer's usual receipt class.
     """
 
     __slots__ = ()

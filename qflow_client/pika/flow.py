@@ -1,6 +1,6 @@
 """Flow control for a channel of pika. A `ProducerProtocol` gets its events from pika, and writes with pika.
 
-No function of this module waits. Flowed channels that are blocking or thread-safe wait; others raise an error.
+No function of this module waits. While flowed, blocking and thread-safe channels wait, and others raise an error.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class ChannelFlow(DropInFlow):
         )
         now = _monotonic()
         self._channel = channel
-        #: Whether messages stay unconfirmed at the end of the connection, so that another channel can publish them.
+        #: Whether unconfirmed messages stay when the connection is lost. A new channel can then `take_over` them.
         self.keeps_unconfirmed = False
         #: The `BlockingChannel` that contains this channel; ``None`` if there is none (internal).
         self.owner: Any = None

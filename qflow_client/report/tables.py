@@ -119,7 +119,7 @@ class QueueTotals:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Some totals of a `Tables`, which `Tables.merge` merges into another. `table` determines what the numbers mean.
+    """Some totals of one `Tables`. `Tables.merge` adds them to another `Tables`. `table` defines what the numbers mean.
 
     Attributes:
         table: name of the `Tables` method that adds the fact, without the prefix ``_merge_``.

@@ -93,7 +93,7 @@ class ChannelFlow(CountedSource):
         # Whether the channel has published, or has selected confirm or transaction mode.
         self.is_producer = False
         self.is_over = False
-        # Since when the channel is blocked, how often it was blocked so far, and the seconds of the earlier blocks.
+        # When the current block began (None if there is none), the number of blocks, and the seconds of earlier blocks.
         self.since: float | None = None
         self.times_flowed = 0
         self._seconds = 0.0

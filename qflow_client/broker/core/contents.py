@@ -69,7 +69,7 @@ class Contents:
 
     #: `ready` is built again if more than this number, and also more than half, of its entries are gone.
     MAX_GAPS = 64
-    #: Maximum number of entries that leave in one slice, or that are dropped in one step.
+    #: Maximum number of entries that leave in one slice (see `Slices`), or that one call drops.
     AT_ONCE = 1000
 
     __slots__ = (

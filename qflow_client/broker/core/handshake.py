@@ -128,7 +128,7 @@ class Handshake:
         self._output.write(wire.method(0, tune))
 
     def tune_ok(self, method: commands.Connection.TuneOk) -> None:
-        """Handle the values that the client has chosen. They must be within the limits of Connection.Tune.
+        """Check and store the client's values, which must be within the limits of Connection.Tune.
 
         Raises:
             ConnectionException: 530 if the broker does not allow a value.

@@ -1,7 +1,7 @@
 """The limits of one queue: its flow thresholds, its maximum, and its other options.
 
 `Rules` create a `QueueRule` for each new queue, and the `QueueRule` computes the limits. The core has only
-`PlainRules`, with the same rule for all queues. `qflow_client.broker.policies` has rules for arguments and policies.
+`PlainRules`, with the same rule for all queues. Only the rules of `broker.policies` read arguments and policies.
 """
 
 from __future__ import annotations

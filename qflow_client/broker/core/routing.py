@@ -82,7 +82,7 @@ class Router:
             target.queues = None
         else:
             target.queues = reach(exchange, target.routing_key, {}, self.exchanges, self.queues)
-        # If the queues depend on headers, each message has its own queues. Some of them may be watched.
+        # If the queues depend on headers, they differ between messages, and some of them may be watched (`is_watched`).
         target.watched = (
             target.queues is None
             or len(target.queues) > MANY_QUEUES

@@ -58,7 +58,7 @@ class Enforcement(StrEnum):
 class FlowScope(StrEnum):
     """Which channels a queue blocks (flows) while it is ON."""
 
-    #: Only channels that publish while the queue is ON. A capacity (J1) blocks only channels that publish above it.
+    #: Only channels that publish while the queue is ON. A queue with a capacity (J1) blocks them only above it.
     OFFENDER = "offender"
     #: All channels that have published to the queue recently (D12).
     PUBLISHERS = "publishers"
@@ -116,7 +116,7 @@ class Settings:
         frame_max: maximum frame size in bytes that is proposed to clients.
         channel_max: maximum number of channels of a connection.
         max_connections: maximum number of open connections. A further ``Connection.Open`` is refused with 530.
-        max_unauthenticated: maximum number of connections that are not open yet. A new one then closes the oldest.
+        max_unauthenticated: maximum number of connections that are not open yet. A further one closes the oldest.
         max_queues: maximum number of queues. A declaration of another queue is refused with 406.
         max_bindings: maximum number of bindings, without the default exchange's. Another binding is refused with 406.
         max_consumers: maximum number of consumers of all queues together. Another consumer is refused with 406.
@@ -127,7 +127,7 @@ class Settings:
         max_producer_flow_control_wait: maximum seconds that a message waits for room (policy ``wait``, A4).
         resume_interval: seconds between two channels that a queue unblocks (F4); 0 unblocks all channels together.
         backlog_count: maximum number of messages in the backlog of one connection (D7); 0 for no limit. The backlog has
-            messages that wait for room, have held confirms, or came while a queue, for example, blocked the channel.
+            messages that wait for room, have held confirms, or came while more than the backlog blocked the channel.
             Above the maximum, the publishing channels are blocked (flowed) until fewer than 7/8 of the maximum remain.
         backlog_size: maximum body bytes in the backlog of one connection, see `backlog_count`; 0 for no limit.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
@@ -282,7 +282,7 @@ class Settings:
 
     @property
     def watches_publishes(self) -> bool:
-        """Whether channels have to check every published message, even if its queues need no check."""
+        """Whether channels check every message: for a backlog limit, a sanction, or an alarm that closes channels."""
         return self.has_discipline or self.dialect.on_alarm is OnAlarm.CHANNEL_CLOSE
 
     @property

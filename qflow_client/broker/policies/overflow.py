@@ -67,7 +67,7 @@ class _Dropping(Overflow):
     def _drop(self, queue: QueueView, count: int, size: int, most: int) -> bool:
         """Drop up to `most` messages to make room for `count` new messages with `size` bytes in total.
 
-        Return True if this is not enough.
+        Return True if further messages must be dropped.
         """
         raise NotImplementedError
 

@@ -117,7 +117,7 @@ class Droppable:
         return (entry for entry in tuple(self._entries) if entry in self._entries)
 
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
-        """Remove an entry, so that its message can be dropped. If this is not possible now, set the entry aside.
+        """Remove an entry. If its message cannot be dropped now, put the entry into `Record.aside`, see `bring_back`.
 
         Return all entries of the message, which the caller then drops together. Return no entries if the body is not in
         memory or is being evicted, or if another queue must keep the message or has not offered its entry yet.
