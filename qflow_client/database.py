@@ -43,7 +43,7 @@ class Database:
     """A connection to a SQLite file in WAL mode. Only one thread at a time may use the connection.
 
     Args:
-        path: path of the file, which is created if it does not exist.
+        path: path of the file. If it does not exist, it is created, unless `read_only`.
         application_id: number that SQLite keeps in the file. It shows which class of this package uses the file.
         synchronous: with ``NORMAL``, a crash of the machine may lose commits; with ``FULL``, no crash loses commits.
         read_only: whether to open an existing file for reading. Another process may write to it at the same time.

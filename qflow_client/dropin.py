@@ -49,7 +49,7 @@ __all__ = [
     "RepeatableMessage",
 ]
 
-#: Settings that drop-ins reject. Only the `connect_robust` of aio-pika accepts one of them, `on_disconnect`.
+#: Settings that drop-ins leave to the library or program. Only aio-pika's `connect_robust` accepts `on_disconnect`.
 ADDRESSING = ("exchange", "routing_key", "mandatory")
 RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
 RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
@@ -229,7 +229,7 @@ class _ReadyFrames(PublishEncoder):
 
 
 class EncodedProtocol(ProducerProtocol):
-    """The protocol of a publishing channel whose messages are `EncodedMessage` objects."""
+    """The `ProducerProtocol` of a channel whose messages are `EncodedMessage` objects."""
 
     def __init__(self, settings: ProducerSettings, **options: Any) -> None:
         super().__init__(settings, id_prefix="", encoder=_ReadyFrames, **options)
@@ -282,7 +282,7 @@ class Flag:
 
 
 class DropInFlow:
-    """The flow control of one channel of a library: the protocol, and the listeners for flow events.
+    """The flow control of one channel of a library: its `ProducerProtocol`, and the listeners for flow events.
 
     Args:
         name: name in flow events and logs, if the setting `name` has its default value.

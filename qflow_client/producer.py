@@ -427,7 +427,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         self._engine.close_later(deadline)
 
     def pause(self, reason: str = "") -> None:
-        """Make `send` wait until `resume` is called (hold kind ``paused``). Admitted messages are still sent (D5).
+        """Raise the hold ``paused``, which stops `send` until `resume`. Admitted messages are still sent (D5).
 
         Args:
             reason: text for people, used as the detail of the hold.

@@ -72,7 +72,7 @@ class _Server(ThreadingTCPServer):
 
 @contextmanager
 def readiness_probe(source: HasHealth, host: str, port: int) -> Iterator[str]:
-    """Report the readiness of `source` over HTTP during the block, and yield the URL to probe."""
+    """Report the readiness of `source` over HTTP during the ``with`` block, and yield the URL to probe."""
     answer = wsgi_readiness(source)
 
     class Handler(BaseHTTPRequestHandler):

@@ -66,7 +66,7 @@ def send(
     """Wait in line until a message is admitted or put into the outbox, and return its receipt.
 
     Args:
-        ticket: the ticket of the message; its waiter is set when the ticket is decided.
+        ticket: the ticket of the message; its waiter is set when the message is admitted or has failed.
         cannot_wait: the error to raise if the message has to wait; ``None`` if it may wait. Set only for a message that
             a callback sends. The ticket of this message has a timeout of 0, and goes to the front of the line.
         notices: whether this call logs notices about the wait. If not, the driver calls `SendLine.notice`.

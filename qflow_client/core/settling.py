@@ -219,7 +219,7 @@ class Settling:
             self.settle_run(self._unconfirmed.oldest, tag + 1, Outcome.CONFIRMED, now)
 
     def note_return(self, reply: Reply, message: Message, exchange: str, routing_key: str) -> None:
-        """Record a return in the receipt. The next ack settles the message; after a nack, `give_up_refused` does."""
+        """Record a return in the receipt. An ack, a nack, or (after an earlier nack) `give_up_refused` settles it."""
         reports = self._reports
         receipt = self._returns.take(message.message_id, exchange, routing_key)
         if receipt is not None:
@@ -261,7 +261,7 @@ class Settling:
                 try:
                     self._encode_again(receipt)
                 except Exception as error:
-                    # The header of a second copy makes the properties too large for a frame.
+                    # With the header that marks a second copy, the properties are too large for a frame.
                     is_over, reply = True, (0, f"it cannot be sent again: {error}")
                     resending.refusals.forget(receipt)
             # A refused probe shows that the broker has no room, even if the probe is not sent again. But if the broker

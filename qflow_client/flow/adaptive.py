@@ -225,7 +225,7 @@ class AdaptiveWindow(WindowLimiter):
         self._settled += count
 
     def _look_back(self, now: float) -> None:
-        """Record whether an element was refused since elements last left, and whether the window had room too long."""
+        """Record whether an element was refused since elements last left, and whether the window had room for long."""
         if self._refused_at is not None:
             self._limited = True
             self._idle = self._idle or self._refused_at - self._room_since > _IDLE

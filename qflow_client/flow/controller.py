@@ -4,7 +4,7 @@ A `FlowController` controls the entrance of *elements* (for example messages) in
 The elements come from *sources*. There are two kinds of sources:
 
 * A source that can wait *before* its element enters calls `try_acquire`. If the element cannot enter, the source waits
-    in line with a `Ticket`. Sources of this kind never exceed the limit.
+    in line with a `Ticket`. Only an element that is larger than the limit can exceed it.
 * A source that cannot wait (F3) calls `offer`. The element always enters immediately. If the limit is exceeded or the
     gate is closed, the controller blocks the source.
 

@@ -44,7 +44,7 @@ class Channel(pika.channel.Channel):
     window, a rate limit, the `flow_manager`, or more than `max_unwritten_bytes` in pika's transport.
     """
 
-    # Attributes of pika's class.
+    # Set by pika's class.
     connection: Any
 
     def __init__(self, connection: Any, channel_number: int, on_open_callback: Any) -> None:

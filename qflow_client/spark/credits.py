@@ -66,7 +66,7 @@ class Credit:
 
 
 def number_of_credits(capacity: int) -> int:
-    """Return the number of credits for a capacity."""
+    """Return how many credits a capacity is divided into."""
     return min(capacity, _MAX_CREDITS)
 
 

@@ -17,7 +17,7 @@ from qflow_client.spark.spool import Piece, Spool, inline, read_piece
 
 __all__ = ["MOST_UNACKED", "Part", "Reader", "SourceOptions", "part_of", "ranges", "rows_of"]
 
-#: Maximum number of unacknowledged messages. AMQP's prefetch count has 16 bits.
+#: Maximum number of unacknowledged messages, because AMQP's prefetch count has 16 bits.
 MOST_UNACKED = 65_535
 
 _SOURCE = {
@@ -38,7 +38,7 @@ class SourceOptions:
     Attributes:
         connect_timeout: maximum seconds to connect to each broker.
         most: maximum number of messages in a batch job, or in each batch of a streaming query; ``None`` for no limit.
-        partitions: number of tasks that read a batch.
+        partitions: maximum number of tasks that read a batch.
         shared: whether tasks can read the files of the spool.
     """
 
@@ -81,7 +81,7 @@ class SourceOptions:
         )
 
     def spool(self, kind: str) -> Spool:
-        """Return the spool. `kind` is ``"batch"`` or ``"stream"``. A folder of the other kind is refused."""
+        """Return the spool of kind ``"batch"`` or ``"stream"``. A folder with a spool of the other kind is refused."""
         return Spool(self.spool_path, {"kind": kind, "queue": self.queue})
 
 

@@ -157,7 +157,7 @@ class QueueFlows(EntryObserver):
         queue: the queue that the flow states belong to.
         clock: returns monotonic seconds.
         wake_at: called with the time at which `tick` has to be called.
-        observer: observes the flow control of the queue; ``None`` if there is none.
+        observer: gets the arrivals, departures and changes to ON or OFF; ``None`` if there is none.
         on_overdue: called when `is_overdue` has changed, except by `set_limits`.
         run: does work in slices, see `Slices.run`.
     """

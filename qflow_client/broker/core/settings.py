@@ -58,7 +58,7 @@ class Enforcement(StrEnum):
 class FlowScope(StrEnum):
     """Which channels a queue blocks (flows) while it is ON."""
 
-    #: Only channels that publish while the queue is ON. A queue with a capacity (J1) blocks them only above it.
+    #: Only channels that publish while the queue is ON. With a capacity (J1), only those that publish above it.
     OFFENDER = "offender"
     #: All channels that have published to the queue recently (D12).
     PUBLISHERS = "publishers"
@@ -127,7 +127,7 @@ class Settings:
         max_producer_flow_control_wait: maximum seconds that a message waits for room (policy ``wait``, A4).
         resume_interval: seconds between two channels that a queue unblocks (F4); 0 unblocks all channels together.
         backlog_count: maximum number of messages in the backlog of one connection (D7); 0 for no limit. The backlog has
-            messages that wait for room, have held confirms, or came while more than the backlog blocked the channel.
+            messages that wait for room, have held confirms, or came on a channel blocked by more than the backlog.
             Above the maximum, the publishing channels are blocked (flowed) until fewer than 7/8 of the maximum remain.
         backlog_size: maximum body bytes in the backlog of one connection, see `backlog_count`; 0 for no limit.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.

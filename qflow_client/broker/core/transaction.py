@@ -133,7 +133,7 @@ def add_message(channel: TransactionChannel, message: StoredMessage, target: Tar
 
 
 def add_to_transaction(channel: TransactionChannel, operations: int, size: int = 0) -> None:
-    """Count a published message of `size` bytes, or settled deliveries, that were added to the open transaction.
+    """Count `operations` (see `MAX_OPERATIONS`) and `size` bytes that were added to the open transaction.
 
     Raises:
         ChannelException: 406 if the transaction is too large.
