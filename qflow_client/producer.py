@@ -79,7 +79,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
     # Executes each change of the state of the `ProducerProtocol` as a *step* (`core.step`), except `send_at_once`.
     _engine: BaseEngine
-    # Makes spans; ``None`` without tracing, and before the producer is connected.
+    # Makes OpenTelemetry spans; ``None`` without tracing, and before the producer is connected.
     _tracer: Tracer | None = None
 
     def __init__(self, settings: ProducerSettings, manager: FlowManager) -> None:

@@ -13,7 +13,7 @@ __all__ = ["Restoration"]
 
 
 class Restoration:
-    """Calls the link when its lost shared connection is open again, and when the link has to stop waiting.
+    """Calls a producer's `Link` when its lost shared connection is open again, and when it has to stop waiting.
 
     Args:
         limit: the longest wait for a restored connection in seconds; ``None`` for no limit.

@@ -79,7 +79,7 @@ class Returns:
             return None
         found = self._unconfirmed.with_number(number)
         if found is None:
-            # Broker-J nacks an unroutable message before it returns the message, so the message may be in `again`.
+            # Broker-J nacks an unroutable message before it returns the message, so it may be in `Resending.again`.
             found = next((each for each in self._resending.again if each._number == number), None)
         elif not self._is_written(found):
             return None

@@ -289,7 +289,7 @@ class Settling:
             self._limits.controller.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
 
     def give_up_refused(self, now: float) -> None:
-        """Settle the messages of `again` whose time for retries is over, see `Refusals.is_over`."""
+        """Settle the messages of `Resending.again` whose time for retries is over, see `Refusals.is_over`."""
         expired = self._resending.refused_too_long(now)
         for receipt in expired:
             cost = self._admission.cost(receipt)

@@ -176,8 +176,8 @@ class ChannelFlow(DropInFlow):
         self.owner: Any = None
         #: Returned messages that no error has reported yet.
         self.returned: list[ReturnedMessage] = []
-        #: An error that the next call raises; ``None`` if there is none. The call that detected the error did not raise
-        #: it, because the message of that call was admitted.
+        #: An error that the next method of the channel raises; ``None`` if there is none. The call that detected the
+        #: error did not raise it, because the message of that call was admitted.
         self.unraised: BaseException | None = None
         #: The reason for the end of the channel; ``None`` while the channel is open.
         self.closing_reason: BaseException | None = None
@@ -247,7 +247,7 @@ class ChannelFlow(DropInFlow):
         self.watch()
 
     def leave_to_parent(self, reason: BaseException) -> None:
-        """Same as `ConnectionFlow.leave_to_parent`, for one channel."""
+        """In a forked child, close this channel. Nothing is sent to the broker."""
         flow_manager.unregister(self)
         self.closing_reason = reason
         self.returned = []

@@ -123,7 +123,7 @@ class QueueRule(Protocol):
 
 
 class Rules(Protocol):
-    """Creates a `QueueRule` for each queue."""
+    """Creates the `QueueRule` of each new queue."""
 
     @property
     def are_inherited(self) -> bool:

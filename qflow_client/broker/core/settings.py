@@ -277,7 +277,7 @@ class Settings:
 
     @property
     def dialect(self) -> Dialect:
-        """The dialect of the profile."""
+        """The properties and the behaviour of the imitated broker."""
         return DIALECTS[self.profile]
 
     @property

@@ -78,7 +78,7 @@ class TargetSnapshot:
 
     Attributes:
         exchange: name of the exchange; empty for the default exchange.
-        routing_key: routing key with which the message was published.
+        routing_key: routing key of the published messages.
     """
 
     exchange: str
@@ -517,7 +517,7 @@ def exchange_snapshot(exchange: Exchange) -> ExchangeSnapshot:
 
 
 def binding_snapshot(exchange: Exchange, binding: Binding) -> BindingSnapshot:
-    """Return a snapshot of a binding from an exchange."""
+    """Return a snapshot of a binding, whose source is `exchange`."""
     return BindingSnapshot(
         source=exchange.name,
         destination=binding.destination.name,

@@ -1,4 +1,4 @@
-"""Serves the files of the broker's web page."""
+"""Serves the files of the broker's web console."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TYPES = {
 
 
 def console_routes() -> Iterator[web.RouteDef]:
-    """Yield a route for each file of the web page with a suffix in `_TYPES`. The path ``/`` serves ``index.html``."""
+    """Yield a route for each console file with a suffix in `_TYPES`. The path ``/`` serves ``index.html``."""
     for path in sorted(_FOLDER.rglob("*")):
         kind = _TYPES.get(path.suffix)
         if kind is None:

@@ -103,7 +103,7 @@ class Ring(_Dropping):
 
     def _drop(self, queue: QueueView, count: int, size: int, most: int) -> bool:
         contents = queue.contents
-        # Messages that leave already need no room.
+        # Messages in `Contents.leaving` need no room.
         count -= len(contents.leaving)
         size -= contents.leaving_size
         while max(self._excess(contents.depth + count, contents.size + size)) > 0:
