@@ -286,8 +286,8 @@ class ConnectionSnapshot:
         is_open: whether the connection is open and not closing.
         blocked: whether an alarm blocks the connection. In the profile ``qflow`` it has got ``Connection.Blocked``.
         blocked_by: names of the alarms that block the connection; ``"operator"`` if an operator blocks it.
-        backlog: number of messages in the backlog (D7), see `BrokerSettings.backlog_count`. 0 if no backlog limit and
-            no sanction is set.
+        backlog: number of messages that wait for room, have held confirms, or came on channels blocked by more than
+            the backlog (D7). 0 if no backlog limit and no sanction is set.
         backlog_bytes: body bytes of the messages in `backlog`.
         past_flow: number of messages so far that came on blocked (flowed) channels after the grace time (D8). 0 if no
             backlog limit and no sanction is set.
