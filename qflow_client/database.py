@@ -21,7 +21,7 @@ from qflow_client.redaction import is_url, shown
 
 __all__ = ["BUSY", "Database", "LockFile"]
 
-# The exceptions of `sqlite3`. If a file is damaged, Python may be unable to decode the text of SQLite's error.
+# The exceptions of `sqlite3`. With a damaged file, Python may also fail to decode the text of SQLite's error.
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
 #: Maximum seconds to wait for a file that another process has locked, if there is no earlier deadline.
 BUSY = 10.0

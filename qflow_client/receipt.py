@@ -1,4 +1,4 @@
-"""Receipts. A receipt shows the outcome of one message."""
+"""A receipt shows the outcome of one message."""
 
 from __future__ import annotations
 

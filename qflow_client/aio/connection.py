@@ -80,7 +80,7 @@ def channel_reply(error: ChannelClosed | ConnectionCommandInvalid) -> tuple[int,
 
 
 class TappedConnection(aio_pika.Connection):
-    """aio-pika's `Connection`, on which producers can open channels."""
+    """aio-pika's `Connection` with a `Tap`, so that producers can open channels on it."""
 
     #: The newest transport; ``None`` before the first connection.
     tapped: TapTransport | None = None
@@ -111,7 +111,7 @@ class TappedConnection(aio_pika.Connection):
 
 
 class TappedRobustConnection(TappedConnection, aio_pika.RobustConnection):
-    """aio-pika's `RobustConnection`, on which producers can open channels."""
+    """aio-pika's `RobustConnection` with a `Tap`, so that producers can open channels on it."""
 
 
 def address_of(url: object, parameters: Mapping[str, object]) -> URL:

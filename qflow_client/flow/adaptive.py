@@ -36,7 +36,7 @@ _FLOOR = 8
 # A trial uses only this part of the window.
 _TRIAL = 0.7
 # The result of a trial, d(log rate) / d(log capacity), is 1 if only the window limits throughput, and 0 if it has no
-# effect. Up to `_WORTH_HAVING` the window shrinks. Above `_WORTH_DOUBLING` it may double. In between it grows.
+# effect. Up to `_WORTH_HAVING` the window shrinks. Above `_WORTH_DOUBLING` it may double. Between them it grows.
 _WORTH_HAVING = 0.03
 _WORTH_DOUBLING = 0.5
 # If elements wait in a queue, the window shrinks up to `_WORTH_KEEPING`, and grows only above `_WORTH_ADDING`.

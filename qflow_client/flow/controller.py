@@ -283,8 +283,8 @@ class FlowController:
 
     Args:
         limiter: the limit for elements.
-        gate: gate for reasons other than the limit. The default is a new gate. Holds with the limiter's kinds and
-            without a source belong to the controller. Other code must use other kinds, or pass a source.
+        gate: gate for reasons other than the limit. The default is a new gate. The controller raises and lifts
+            holds of the limiter's kinds without a source. Other code must use other kinds, or pass a source.
         line: order in which waiting tickets are served. The default is first come, first served (F4).
         name: name for people; need not be unique.
     """

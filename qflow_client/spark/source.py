@@ -94,7 +94,7 @@ class Part(InputPartition):
 
 
 def part_of(pieces: list[Piece], shared: bool) -> Part:
-    """Return the `Part` for one task. If the task cannot read the spool's files, the part contains the rows."""
+    """Return the `Part` for one task. Without `shared` (a spool that all tasks can read), it contains the rows."""
     return Part(pieces if shared else [inline(piece) for piece in pieces])
 
 

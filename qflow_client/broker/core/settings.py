@@ -46,12 +46,12 @@ class Enforcement(StrEnum):
 
     @property
     def flows_channels(self) -> bool:
-        """Whether publishing channels are blocked (flowed)."""
+        """Whether a queue that is ON blocks (flows) publishing channels."""
         return self is not Enforcement.COMPLETION
 
     @property
     def delays_completion(self) -> bool:
-        """Whether confirms are delayed."""
+        """Whether a queue that is ON delays confirms."""
         return self is not Enforcement.CHANNEL_FLOW
 
 

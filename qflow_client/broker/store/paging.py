@@ -166,7 +166,7 @@ class Account(Protocol):
 
 
 def relieve(account: Account, queues: Iterable[QueueView]) -> None:
-    """Evict bodies if memory exceeds `Account.evict_above` (A2 A3). Drop messages if it then exceeds the limit (A1)."""
+    """Evict bodies if memory exceeds `Account.evict_above` (A2 A3). Drop messages if memory exceeds the limit (A1)."""
     if account.held > account.evict_above:
         _evict(account, queues)
     if account.held > account.limit:
