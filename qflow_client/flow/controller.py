@@ -46,7 +46,7 @@ class Ticket:
         self.size = size
         #: The source of the element.
         self.source = source
-        #: Whether the ticket was withdrawn. The line drops a withdrawn ticket when it reaches the head, or earlier.
+        #: Whether the ticket was withdrawn. The line drops withdrawn tickets when they reach its head, or earlier.
         self.cancelled = False
         # The controller in whose line the ticket waits; ``None`` if the ticket does not wait.
         self._controller: FlowController | None = None

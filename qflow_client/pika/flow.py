@@ -1,6 +1,6 @@
 """Flow control for a channel of pika. A `ProducerProtocol` gets its events from pika, and writes with pika.
 
-No function of this module waits. While flowed, blocking and thread-safe channels wait, and others raise an error.
+No function of this module waits: the blocking and the thread-safe adapters wait themselves, others raise errors.
 """
 
 from __future__ import annotations

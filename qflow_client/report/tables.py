@@ -1,7 +1,7 @@
 """Creates tables from the lines of flow logs.
 
-All values are sums, minima, maxima and histograms of whole numbers, so the order of the lines does not matter. Several
-`Tables` can be combined with `Tables.facts` and `Tables.merge`. The used memory grows with the number of producers,
+All values are sums, minima, maxima and histograms of whole numbers, so the order of the lines does not matter. To add
+one `Tables` to another, pass its `facts` to `Tables.merge`. The used memory grows with the number of producers,
 connections and queues, not with the number of lines.
 """
 

@@ -40,7 +40,7 @@ class Credit:
     """One credit, as a message in the queue.
 
     Attributes:
-        pool: name of the set of credits to which this credit belongs.
+        pool: name of the set of credits into which a capacity is divided.
         number: number of this credit in the set, from 0.
         credits: number of credits in the set.
         units: maximum number of unsettled messages that this credit allows.

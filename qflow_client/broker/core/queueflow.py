@@ -141,7 +141,7 @@ class FlowOptions(NamedTuple):
 
     Attributes:
         scope: which channels are blocked (D12).
-        recent: seconds for which a channel counts as a recent publisher after each of its messages.
+        recent: seconds for which a channel counts as a publisher of the queue after each of its messages (D12).
         resume_interval: seconds between two channels that are unblocked (F4); 0 unblocks all together.
     """
 

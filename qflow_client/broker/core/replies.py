@@ -4,7 +4,7 @@ A channel consumes ``amq.rabbitmq.reply-to`` without acknowledgements. For this 
 reply queue, which is deleted with the consumer. In requests with ``amq.rabbitmq.reply-to`` as ``reply_to``, the broker
 replaces this name with the name of the reply queue. The responder publishes its reply to the reply queue through the
 default exchange. So flow control and the memory limit treat the reply like any other message. Clients can use the name
-of a reply queue only as a routing key and in ``Queue.Declare``. The declaration fails if the queue is deleted.
+of a reply queue only as a routing key and in ``Queue.Declare``. The declaration fails if that queue is gone.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ __all__ = ["DEFAULT_USERS", "Authenticate", "Enforcement", "FlowScope", "Setting
 #: Called with the direction (``"in"`` or ``"out"``), the connection's name, the channel number and the name of the
 #: method, such as ``"Basic.Publish"``.
 Trace = Callable[[str, str, int, str], object]
-#: Called with a user and a password; returns for how many seconds this login is valid; 0 to refuse it.
+#: Called with a user and a password; returns the seconds for which the login is valid, or 0 to refuse it.
 Authenticate = Callable[[str, str], float]
 
 
@@ -93,7 +93,7 @@ class Settings:
         port: the port to listen on; 0 for a free port.
         users: for each user name, the password or its hash, see `hash_password`. The `repr` does not show `users`.
         authenticate: called with user and password at each login and ``Connection.UpdateSecret``, instead of using
-            `users`. Returns for how many seconds the login is valid: `math.inf` for no limit, 0 to refuse it. After
+            `users`. Returns the seconds for which the login is valid: `math.inf` for no limit, 0 to refuse it. After
             this time the connection is closed with 320. Runs on the broker's thread, and must neither block nor raise.
         loopback_users: users that may log in only from this machine; empty for none.
         max_failed_logins: maximum number of failed logins of an address in quick succession; 0 for no limit. If there

@@ -169,7 +169,7 @@ def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
     with channel.host.dead_letters:
         _commit_whole(channel, transaction)
     if channel.host.journal is not None:
-        # Not called during the commit, so that one batch on disk has all records of the transaction.
+        # Call `divide` only after the commit, so that one batch on disk has all records of the transaction.
         channel.host.journal.divide()
 
 
@@ -191,7 +191,7 @@ def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None
         if not queues and target.mandatory:
             channel.return_message(message)
         for queue in queues:
-            # `Queue.tick` drops the other messages. Until then, the broker handles no more frames of the client.
+            # `Queue.tick` drops any further messages. Until then, the broker handles no more frames of the client.
             queue.enqueue(message, channel.flow, drops=1)
             touched[queue] = None
         channel.count_rates(message, queues)

@@ -27,7 +27,7 @@ def level(sizes: Iterable[int], total: int) -> int:
 
 
 class Pager:
-    """The entries of one queue whose bodies the pager can still evict."""
+    """The entries of one queue whose bodies can still be evicted, and the order in which this is done."""
 
     __slots__ = ("_ahead", "_evict", "_fresh", "_lent", "size")
 
