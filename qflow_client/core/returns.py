@@ -17,7 +17,7 @@ __all__ = ["Returns"]
 
 
 class Returns:
-    """Finds the unsettled mandatory message of a return, and records those whose ids the application assigned."""
+    """Finds the unsettled mandatory message that a return refers to."""
 
     __slots__ = ("_id_prefix", "_is_mandatory", "_resending", "_unconfirmed", "by_id")
 
