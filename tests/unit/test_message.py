@@ -340,7 +340,7 @@ def test_headers_that_contain_themselves_or_change_while_they_are_copied_raise_a
         Message(b"", headers={"inner": Changing(a=1)})
 
 
-def test_a_routed_message_equals_the_message_without_the_route_and_keeps_the_route() -> None:
+def test_a_routed_message_equals_the_plain_message_and_copies_of_it_keep_the_route() -> None:
     message = Message(b"body", headers={"a": [1]}, priority=3)
     routed = RoutedMessage(b"body", headers={"a": [1]}, priority=3, exchange="ex", routing_key="key")
     assert routed == message

@@ -186,7 +186,7 @@ def test_E16_a_message_alone_in_flight_at_two_channel_closes_is_rejected_even_af
     assert culprit.outcome is Outcome.REJECTED
 
 
-def test_E16_a_message_ends_as_unknown_if_an_expired_one_may_have_caused_the_close_for_lack_of_room() -> None:
+def test_E16_after_a_channel_close_with_506_a_message_is_unknown_if_an_expired_message_was_also_in_flight() -> None:
     protocol = expiring(retries=Backoff(1.0, 8.0, 0.0), retry_for=1000.0)
     publish(protocol, b"expires")
     run_until(protocol, 5.0)
