@@ -1,8 +1,8 @@
 """Passes log messages of this package to the log handlers of the application.
 
 A log handler is code of the application. The handler may block, raise an exception, or send with the same producer. So
-no handler runs on a thread that a connection needs, or inside a step of a producer. Records are created immediately. A
-separate thread passes the records to the handlers.
+no handler runs on a thread that a connection needs, or inside a step of a producer (see `core.step`). The calling
+thread creates a record, and a separate thread passes the record to the handlers.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Writer:
                     self._take(self._records.get_nowait())
             return True
         # Wait with a queue, not with a `threading.Event`. If Ctrl-C interrupts the wait for an event, the event's lock
-        # may stay locked. Then the writing thread would wait for this lock.
+        # may stay locked. Then the writing thread would wait for this lock forever.
         written: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._records.put(written)
         try:
@@ -109,7 +109,7 @@ class _Writer:
 
 
 def _complain() -> None:
-    # Print the present exception, as the handlers of `logging` do.
+    # Print the current exception, as the handlers of `logging` do.
     if logging.raiseExceptions and sys.stderr is not None:
         traceback.print_exc()
 

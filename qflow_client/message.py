@@ -268,7 +268,7 @@ class RoutedMessage(Message):
         super().__init__(body, **properties)
         encode_short_string(exchange, "exchange")
         encode_short_string(routing_key, "routing_key")
-        # Store them in `__dict__`, like the properties. The encoder ignores all names that are not properties.
+        # Store both in `__dict__`, like the properties. The encoder ignores all names that are not properties.
         given = self.__dict__
         given["exchange"] = exchange
         given["routing_key"] = routing_key

@@ -32,7 +32,7 @@ def answers(url: str, timeout: float) -> bool:
     try:
         with socket.create_connection((parts.hostname, parts.port or _PORTS[scheme]), timeout) as sock:
             if scheme == "amqps":
-                # Do not verify the host here. The producer verifies the host when it connects.
+                # Do not verify the certificate here, because the producer verifies it when it connects.
                 context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
                 context.check_hostname = False
                 context.verify_mode = ssl.CERT_NONE
@@ -41,14 +41,14 @@ def answers(url: str, timeout: float) -> bool:
             sock.sendall(_HEADER)
             return sock.recv(1) == bytes((METHOD_FRAME,))
     except ssl.SSLError as error:
-        # A broker that requires a certificate answers with an alert.
+        # A broker that requires a client certificate answers with an alert.
         return "ALERT" in (error.reason or "")
     except OSError:
         return False
 
 
 class Returner:
-    """Probes the first host on a separate thread, and ends the present connection when the producer should return.
+    """Probes the first host on a separate thread, and ends the current connection when the producer should return.
 
     All methods must be called on the thread or loop of the connection.
 

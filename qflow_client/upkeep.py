@@ -63,7 +63,7 @@ class Upkeep:
         self._pump: Callable[[], object]
 
     def begin(self, tap: Tap, pump: Callable[[], object], now: float) -> None:
-        """Start the supervision of an open connection. `pump` writes the producer's waiting frames to it."""
+        """Start the supervision of an open connection. `pump` writes the producer's waiting frames to the socket."""
         self._tap, self._pump = tap, pump
         self._watch.opened(now)
         self._look_later()

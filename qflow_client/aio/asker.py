@@ -36,7 +36,7 @@ class AsyncAsker(Asker):
 
     def _take(self, result: Any) -> None:
         if inspect.isawaitable(result):
-            # If the loop is closed, `call_soon_threadsafe` raises RuntimeError. Then no task waits for the credentials.
+            # A closed loop raises RuntimeError, and then no task needs the credentials.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._await, result)
         else:

@@ -1,8 +1,8 @@
 """Splits received data into AMQP 0-9-1 frames, and encodes the frames of published messages.
 
-A message with a body has at least three frames: method, content header and body. Plain messages have no properties of
-their own. The frames of plain messages with the same exchange, routing key and length differ only in the message id and
-the body. The other bytes are cached.
+A message with a body has at least three frames: method, content header and body. The application sets no properties of
+a *plain* message. The frames of plain messages with the same exchange, routing key and length differ only in the
+message id and the body. `PublishEncoder` caches the other bytes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ CONNECTION_TUNE_OK = bytes((0, 10, 0, 31))
 CONNECTION_CLOSE = bytes((0, 10, 0, 50))
 CONNECTION_BLOCKED = bytes((0, 10, 0, 60))
 CONNECTION_UNBLOCKED = bytes((0, 10, 0, 61))
-# Extensions of RabbitMQ, like the two methods above.
+# These two methods and the two above are extensions of RabbitMQ.
 CONNECTION_UPDATE_SECRET = bytes((0, 10, 0, 70))
 CONNECTION_UPDATE_SECRET_OK = bytes((0, 10, 0, 71))
 CHANNEL_OPEN = bytes((0, 20, 0, 10))
@@ -106,7 +106,7 @@ _BODY_SIZE = Struct(">Q")
 _BASIC = 60
 
 
-# The first byte of a protocol header.
+# The first byte of a protocol header: the "A" of "AMQP".
 _HEADER = 65
 
 
@@ -216,7 +216,7 @@ _HEADERS = 1 << 13
 _DELIVERY_MODE = 1 << 12
 _MESSAGE_ID = 1 << 7
 
-# The basic properties in the order of the wire. Messages have their attributes in the same order.
+# The basic properties in the order of the wire. `Message` stores its attributes in this order too.
 _PROPERTIES: dict[str, _Property] = {
     "content_type": _short_string(1 << 15),
     "content_encoding": _short_string(1 << 14),
@@ -335,7 +335,7 @@ class PublishEncoder:
         self.mandatory = mandatory
         #: All routes of this encoder have this object as `made_by`.
         self.mark = object()
-        # The maximum length of a body, and of a header, that fits into one frame.
+        # Maximum bytes of the payload of a header or body frame.
         self.max_body = (frame_max or 1 << 31) - FRAME_OVERHEAD
         prefix = id_prefix.encode()
         if len(prefix) > 255 - 12:
@@ -396,7 +396,7 @@ class PublishEncoder:
     def _next_size(self, length: int) -> tuple[bytes, bytes]:
         header = _HEADER_HEAD.size + 1 + len(self._id_head) + 12
         head = _HEADER_FRAME_HEAD.pack(HEADER_FRAME, self.channel, header, _BASIC, 0, length, 0)[:-2]
-        # Without a body there is no body frame. Then the frame end that the caller adds ends the header frame.
+        # Without a body there is no body frame. In this case the frame end that the caller adds ends the header frame.
         tail = b"\xce" + _FRAME_HEAD.pack(BODY_FRAME, self.channel, length) if length else b""
         if len(self._sizes) >= self.MAX_SIZES:
             self._sizes.clear()

@@ -98,7 +98,7 @@ class _Broker:
                 ) from error
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
-        """Send a request with `open`. Return the answer, parsed from JSON, or ``None`` if the answer has no body."""
+        """Send a request (see `open`). Return the answer, parsed from JSON, or ``None`` if the answer has no body."""
         with self.open(method, path, body) as response:
             answer = response.read()
         return json.loads(answer) if answer else None
@@ -389,7 +389,7 @@ def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each change from the states in `known`, and update `known`. New objects count as OFF."""
+    """Yield a line for each change from the states in `known`, and update `known`. A new object counts as OFF."""
     if "producersStopped" in told and (told["producersStopped"] or "operator" in known):
         yield "operator: all producers are " + ("stopped" if told["producersStopped"] else "started")
         known["operator"] = {}

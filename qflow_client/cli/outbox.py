@@ -356,7 +356,7 @@ class _Draining:
                 pass
             except (ProducerFlowed, ProducerClosed, ConfirmTimeout) as error:
                 self.error = error
-                # Close the producer now, because this also waits for the remaining answers.
+                # Close before `_account` reads the outcomes: `close` waits a short time for the remaining answers.
                 _leave(producer)
             self._account(sent)
 

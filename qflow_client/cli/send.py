@@ -65,7 +65,7 @@ class _Bar(Progress):
         line = Text(f"{confirmed:,} confirmed", no_wrap=True, overflow="ellipsis")
         state = self._sending.producer.flow_state
         lasted = 0.0 if state.since is None else time.time() - state.since
-        # A window is often full for a moment. So a hold is red, and replaces the rate, only if it lasts a second.
+        # Many holds end soon, such as a full window. So a hold is red, and replaces the rate, only after a second.
         is_long = lasted >= 1
         if not is_long:
             line.append(f", {text.rate(confirmed, time.monotonic() - self._started)}")

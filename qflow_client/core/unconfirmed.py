@@ -1,13 +1,13 @@
 """The messages on the wire of the channel, and their encoded bytes.
 
-A message gets its *number* when it is admitted. Numbers define the order of messages. A message gets its *delivery tag*
-when its frames are made, because the tag is its position on the wire. Tags are assigned in ascending order, so the dict
-`flight` is in the order of the tags. `flight` has only unsettled messages. A message in `flight` is *on the wire*, even
-if none of its bytes is written yet.
+A message gets its *number* when it is admitted, so the numbers are in the order of admission. A message gets its
+*delivery tag* when its frames are made, because the tag is its position on the wire. Tags are assigned in ascending
+order, so the dict `flight` is in the order of the tags. `flight` has only unsettled messages. A message in `flight` is
+*on the wire*, even if none of its bytes is written yet.
 
 When the socket accepts more bytes, the frames of the next batch are made. If the broker stops the channel
 (``Channel.Flow``), unwritten messages are taken back and lose their tags. An *interrupt* is an exception that ends a
-step early, such as ``KeyboardInterrupt`` (see `step`).
+step early, such as ``KeyboardInterrupt`` (see `core.step`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Unconfirmed:
     def oldest(self) -> int:
         """The lowest delivery tag of a message on the wire; if there is none, the next tag."""
         low, given, flight = self._low, self.outbound.given, self.flight
-        # `_low` keeps the result, so no tag is checked again.
+        # `_low` keeps the result, so lower tags are not checked again.
         while low <= given and low not in flight:
             low += 1
         self._low = low
@@ -124,7 +124,7 @@ class Unconfirmed:
     def take_into(self, receipts: list[Receipt], first: int, stop: int) -> None:
         """Move the unsettled messages with the tags in ``range(first, stop)`` from `flight` into a list.
 
-        After an interrupt, each message is in `flight` or in the list. The list may also contain ``None``.
+        After an interrupt, each message is in `flight` or in the list, and the list may also contain ``None``.
         """
         flight = self.flight
         before = len(flight)
@@ -264,15 +264,15 @@ class Unconfirmed:
             source.popleft()
 
     def make_one(self, source: deque[Receipt], *, is_written: bool) -> bytes:
-        """Do the same as `make` for the first message of `source`, in half the time.
+        """Do the work of `make` for the first message of `source` if it has properties, in half the time.
 
         Args:
             is_written: whether the caller writes the frames immediately. If so, the frames count as written, and are
                 not put into `outbound`. In this case `outbound` must be empty.
 
         Returns:
-            The frames of the message; empty if nothing was done. This method does nothing if the message is plain (see
-            `admission`), has several body frames, or has a route of another encoder.
+            The frames. If the message is plain (see `admission`), has several body frames, or has a route of another
+            encoder, the method changes nothing and returns no bytes.
         """
         receipt, encoder, outbound = source[0], self.encoder, self.outbound
         prepared: Any = receipt._prepared
@@ -298,7 +298,7 @@ class Unconfirmed:
         return frames[0]
 
     def _note_order(self, batch: Sequence[Receipt]) -> None:
-        """Update `_is_ordered`, `_by_number` and `_last`. Call this before the messages are added to `flight`."""
+        """Update `_is_ordered`, `_by_number` and `_last` before the messages of a batch are added to `flight`."""
         if not self.flight:
             self._is_ordered = True
             self._by_number.clear()

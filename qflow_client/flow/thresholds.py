@@ -137,7 +137,7 @@ class StopResume:
         return (not self.stop_count or count < self.resume_count) and (not self.stop_size or size < self.resume_size)
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
-        """Return True while the state is ON, because every publisher is held then."""
+        """Return True while the state is ON, because every publisher is held in this state."""
         return on
 
 
@@ -184,12 +184,12 @@ class Capacity:
         return not self.capacity or size <= self.resume
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
-        """Return True if the depth is above the capacity. Between the thresholds, no publisher is held."""
+        """Return True if the depth is above the capacity. Between the thresholds, no more publishers are held."""
         return self.stops(count, size)
 
 
 class ThresholdLimiter(Limiter):
-    """The depth and flow state of a queue. This limiter never refuses an element (F3).
+    """The depth and flow state of a queue. This limiter never refuses a message (F3).
 
     Args:
         count: initial depth in messages.
@@ -218,7 +218,7 @@ class ThresholdLimiter(Limiter):
     def change(self, thresholds: Thresholds) -> None:
         """Replace the thresholds, and update the state immediately (D4).
 
-        Call `FlowController.resume` afterwards, to unblock sources that can continue.
+        The caller then calls `FlowController.resume`, which unblocks the sources that may publish again.
         """
         self.thresholds = thresholds
         self._look()

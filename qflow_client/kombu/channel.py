@@ -138,7 +138,7 @@ class Channel(pyamqp.Channel):
             self.collect()
 
     def settle(self) -> OperationalError | None:
-        """Before a close, wait for pipelined confirms. If messages were not delivered, log and return the error."""
+        """Wait for pipelined confirms before a close. If messages were not delivered, log and return the error."""
         connection = self.connection
         flow = self._flow
         if not self.is_open or flow is None or connection is None or connection.confirm_publish != PIPELINED:
@@ -165,7 +165,7 @@ class Channel(pyamqp.Channel):
         callback: Any = None,
         returns_tuple: bool = False,
     ) -> Any:
-        """Send a method, as py-amqp does. If the broker blocks the connection, wait first, for a limited time."""
+        """Send a method like py-amqp. If it needs an answer, first wait while the broker blocks the connection."""
         connection = self.connection
         if sig not in _UNANSWERED and connection is not None:
             try:
@@ -187,7 +187,7 @@ class Channel(pyamqp.Channel):
             with connection.awaiting():
                 return super().wait(method, callback, timeout, returns_tuple)
         except Unanswered as error:
-            # End the connection. py-amqp would treat a late answer as the answer to another method.
+            # End the connection, because py-amqp would treat a late answer as the answer to another method.
             connection.collect()
             if method in _CLOSING_METHODS:
                 raise

@@ -112,9 +112,9 @@ class Transport(pyamqp.Transport):
             super().close_connection(connection)  # type: ignore[no-untyped-call]  # kombu's
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
-        """Register the connection like kombu.
+        """Register the connection with the event loop, as kombu does.
 
-        From now on, flow control waits in this thread only within a Celery task. Other waits would stop the loop.
+        From now on, a publish in this thread waits only within a Celery task. Any other wait would stop the loop.
         """
         connection.loop_runs_here()
         bell = connection.transport.bell()
@@ -122,9 +122,9 @@ class Transport(pyamqp.Transport):
         super().register_with_event_loop(connection, loop)  # type: ignore[no-untyped-call]  # kombu's
 
     def on_readable(self, connection: Any, loop: Any) -> None:
-        """Deliver one event, like kombu. If more frames wait, `Wire.bell` makes the loop call this method again.
+        """Handle one frame, as kombu does. If frames are left, `Wire.bell` makes the loop call this method again.
 
-        kombu itself uses ``loop.call_soon`` for further frames. But kombu's loop may wait for sockets before that call.
+        kombu uses ``loop.call_soon`` for these frames. But kombu's loop may wait for sockets before that call.
         """
         if not connection.connected:
             raise RecoverableConnectionError("Socket was disconnected")

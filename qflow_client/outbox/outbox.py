@@ -7,12 +7,12 @@ noted changes in one transaction. A producer uses an outbox as follows:
 2. Before `send` returns, the producer calls `Outbox.wait_durable` without its lock. This call writes the message to
    disk, together with all messages that other threads have put meanwhile. For a call on an event loop, or with a short
    deadline, another thread calls `Outbox.commit` instead, once for many messages.
-3. `Outbox.settle` records settled messages, in any order. The next `Outbox.commit` deletes them. If the process
-   dies before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
-4. Most messages may be written to the broker as soon as they are put. A message with a position waits (see 6). A
-   *held* message waits too: it was put with ``permit=False``, because it was spilled. The producer reads held messages
-   with `Outbox.read`, permits them with `Outbox.permit` and `Outbox.commit`, and then sends them. So after a crash, the
-   file shows which messages may have been written. Only these messages may be second copies.
+3. `Outbox.settle` records settled messages, in any order. The next `Outbox.commit` deletes them. If the process dies
+   before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``). 4. Most
+   messages may be written to the broker as soon as they are put. A message with a position waits (see 6). A *held*
+   message waits too: it could not be sent at once, so it was put with ``permit=False``. The producer reads held
+   messages with `Outbox.read`, permits them with `Outbox.permit` and `Outbox.commit`, and then sends them. So after a
+   crash, the file shows which messages may have been written. Only these messages may be second copies.
 5. After a start, the producer calls `Outbox.read` for the remaining messages, in batches, and sends them before any new
    message. `StoredMessage.to_send` adds the mark if the message may be a second copy.
 6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). The same commit
@@ -146,14 +146,14 @@ class Outbox:
 
     @property
     def damaged(self) -> dict[int, str]:
-        """The sequence and error of each damaged message. These messages are never sent, and use bytes until `drop`."""
+        """The sequence and error of each damaged message. Such a message is never sent, and stays until `drop`."""
         return self._damaged.copy()
 
     def __len__(self) -> int:
         return self._noted.count - len(self._damaged)
 
     def has_room(self, size: int, *, if_empty: bool = False) -> bool:
-        """Return whether there is room for a body of `size` bytes. The size of the properties is not known yet.
+        """Return True if a body of `size` bytes fits, without properties, whose size is not known yet.
 
         Args:
             if_empty: whether to check the room of an empty outbox instead, to find a body that never fits.
@@ -384,7 +384,7 @@ class Outbox:
         return self._lock_file.released
 
     def stop_waiting(self, timeout: float) -> None:
-        """If another process has locked the file, wait for it only until `timeout` seconds from now."""
+        """End every wait for a file that another process has locked, at most `timeout` seconds from now."""
         self._file.stop_at = _deadline(timeout)
 
     def close(self, timeout: float | None = None) -> None:

@@ -38,7 +38,7 @@ _loads = _parser()
 
 
 class FlowLogError(QflowError):
-    """A flow log cannot be read. The text contains the path of the flow log."""
+    """A flow log cannot be read or converted. The text contains the path."""
 
 
 class FlowLogs:
@@ -90,7 +90,7 @@ class FlowLogs:
                 yield from self._json_lines(path, only)
 
     def _json_lines(self, path: Path, only: str | None) -> Iterator[dict[str, Any]]:
-        # To save time, do not parse lines without this text. They cannot have the kind `only`.
+        # To save time, do not parse lines without this text, because they cannot have the kind `only`.
         mark = b"" if only is None else b'"%s"' % only.encode()
         with _open(path) as file:
             for raw in file:

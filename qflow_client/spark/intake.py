@@ -65,14 +65,14 @@ class Intake:
 
     If a connection ends before a spooled message is acknowledged, the broker delivers the message again. The intake
     recognises this message by its message id, and does not spool it again. If a message has no id and was certainly not
-    acknowledged, its content identifies it. If several messages have the same content, each is recognised once.
+    acknowledged, its content identifies it. For n messages with the same content, n copies are recognised.
 
     Args:
         prefetch: maximum number of unacknowledged messages, from 1 to 65535.
         limit: offset at which the spool is full. Further messages stay in the queue. ``None`` for no limit.
 
     Raises:
-        ConnectionFailed: the queue does not exist, or the user is not allowed to consume it. Methods raise this error
+        ConnectionFailed: the queue does not exist, or the user is not allowed to consume it. The methods also raise it
             if the connection is lost.
     """
 
@@ -103,9 +103,9 @@ class Intake:
         # Offsets of the messages of earlier runs that the broker may deliver again, by `_key`.
         self._known: dict[bytes, deque[int]] = {}
         self._remember()
-        #: Whether a message was recognised since the last call of `acknowledge`.
+        #: Whether a second copy was recognised since the last call of `acknowledge`.
         self.has_known = False
-        #: Whether all unacknowledged messages of ended connections were redelivered. Then only ids are compared.
+        #: Whether all unacknowledged messages of ended connections were redelivered. If so, only ids are compared.
         self.settled = False
         try:
             self._channel: BlockingChannel = connection.channel()
@@ -179,7 +179,7 @@ class Intake:
         self._bytes = 0
 
     def run_once(self, patience: float) -> None:
-        """Process events until a message has come, a function of `wake` has run, or `patience` seconds have passed."""
+        """Process events until a message comes, a function passed to `wake` runs, or `patience` seconds have passed."""
         if self._rows:
             patience = min(patience, self._since + _MAX_FILE_DELAY - time.monotonic())
         try:
@@ -220,7 +220,7 @@ class Intake:
             else:
                 for tag in tags:
                     self._channel.basic_ack(tag)
-            # The broker answers this request after it has processed the acks.
+            # The broker answers ``Queue.Declare`` only after it has processed the acks.
             self._count_ready()
             self._quiet_since = time.monotonic()
         except pika.exceptions.AMQPError as error:
@@ -277,7 +277,7 @@ def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: 
     intake = Intake(connection, queue, spool, prefetch, limit)
     while intake.received < intake.ready and (limit is None or spool.end < limit or intake.known_again):
         intake.run_once(_QUIET_SECONDS)
-        # For each ack the broker delivers one more message. So with a limit, send the last `prefetch` acks at the end.
+        # With a limit, delay the last `prefetch` acks, because the broker delivers one more message for each ack.
         intake.acknowledge(spool.end if limit is None else min(spool.end, limit - prefetch))
         if intake.is_drained():
             break

@@ -98,7 +98,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._ends = True
 
     def _end_of_all(self, consumer: Consumer, begin: int) -> int:
-        """Return `_target`, or the end of the spool if `_target` is unknown. First wait for a message after `begin`."""
+        """Return `_target`. If it is unknown, wait for a message after `begin`, and return the end of the spool."""
         if self._target is None:
             while consumer.received < consumer.ready and consumer.end() <= begin:
                 # If the queue is drained, the missing messages have expired, or other consumers have them.
@@ -183,7 +183,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ):
             end = self._ask(StreamConsumer.end)
             if end is None:
-                # The stream is empty. Only the offset of its next message will show whether the stream was made again.
+                # The stream is empty. Only the offset of its next message will show whether this is a new stream.
                 end = begin
             elif end < begin and not self._ask(lambda consumer: consumer.reaches(begin)):
                 raise StreamError(

@@ -40,7 +40,7 @@ class ChannelIO(ABC):
         self._after = after
         # Whether the I/O thread has finished its work for the channel. The I/O thread sets it under `_lock`.
         self.ended = False
-        # Done when `open` need not wait any more. If the channel could not be opened, the future has the error.
+        # `open` waits until this future is done. If the channel could not be opened, the future has the error.
         self._opened: Future[None] = Future()
         # The time at which the timer fires, in seconds of `time.monotonic`; ``None`` without a timer.
         self._timer_at: float | None = None
@@ -51,7 +51,7 @@ class ChannelIO(ABC):
         """The URL of the host without secrets."""
 
     def call_after(self) -> None:
-        """Call `after` on the I/O thread. If the I/O thread has ended, do nothing."""
+        """Make the I/O thread call `after`, unless the thread has ended."""
         self.services.add_callback_threadsafe(self._after)
 
     def look(self) -> None:

@@ -56,7 +56,7 @@ from qflow_client.sync.pika_io import TapIOServices
 __all__ = ["SharedLink", "TappedConnection", "connect"]
 
 _CHUNK = 1 << 16
-# If more than this number of pika's bytes are unwritten, the carrier stops reading from pika for now.
+# While more than this number of pika's bytes are unwritten, the carrier reads nothing from pika.
 _HIGH = 1 << 16
 # Size of the protocol header ("AMQP" and the version). pika sends this header before the first frame.
 _GREETING_SIZE = 8
@@ -226,7 +226,7 @@ class Carrier:
             link.after_io()
 
     def _beat(self) -> None:
-        """Send a heartbeat for pika, which may be busy. Abort after four successive checks without received data."""
+        """Send a heartbeat, because pika's thread may be busy. Abort after four checks in a row without any data."""
         if self.ended is not None:
             return
         self._silent = 0 if self.services.heard else self._silent + 1
@@ -252,14 +252,14 @@ class Carrier:
         # pika first gets the data that was already received, and then notices the end of the connection.
         self._feed()
 
-    # pika's transport calls the methods below, which are pika's `AbstractStreamProtocol`.
+    # The methods below implement pika's `AbstractStreamProtocol`. pika's transport calls them.
 
     def connection_made(self, transport: Any) -> None:
         """Store the transport. The TLS handshake, if there is one, is complete."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Pass received data to pika. The `Tap` has already removed the frames of producers."""
+        """Pass received data to pika. The `Tap` has already removed the frames of the producers' channels."""
         self._to_pika.append(data)
         if len(self._to_pika) == 1:
             self._feed()
@@ -509,7 +509,7 @@ class SharedLink(ChannelIO):
         """Open the channel.
 
         Args:
-            timeout: the longest wait for the broker in seconds.
+            timeout: maximum seconds to wait for the answers of the broker.
 
         Raises:
             ConnectionFailed: the channel could not be opened; the text gives the reason.
@@ -588,7 +588,7 @@ class SharedLink(ChannelIO):
         self.services.pump()
 
     def after_io(self) -> None:
-        """Pass events and receipts on, and continue a close that waited until a partly written message was complete."""
+        """Report events and receipts, and continue a close that waited for the rest of a partly written message."""
         self._after_io()
         if self._leaves:
             with self._lock:
@@ -599,7 +599,7 @@ class SharedLink(ChannelIO):
     def _leave(self) -> None:
         self._leaves = True
         self.services.pump()
-        # If no message is partly written, this call closes the channel now. AMQP forbids a close inside a message.
+        # If no message is partly written, `after_io` closes the channel. AMQP forbids a close inside a message.
         self.after_io()
 
     def _abandon(self) -> None:
@@ -651,7 +651,7 @@ class SharedLink(ChannelIO):
         self._carrier.remove(self)
         with self._lock:
             self.ended = True
-        # Pass on the remaining events and receipts. From now on, the thread that executes a step passes them on itself.
+        # Report the remaining events and receipts. Later ones are reported by the thread that causes them.
         self._after()
         self._parted.set()
         self._left.set()

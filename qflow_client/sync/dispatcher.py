@@ -1,4 +1,4 @@
-"""The thread on which a `Producer` calls the application's callbacks. The engine schedules the calls."""
+"""The thread on which a `Producer` calls the application's callbacks. `Engine` schedules the calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Dispatcher:
     def start(self) -> None:
         """Start the thread, unless it was started before.
 
-        Release the engine's lock first, because `start` waits for the new thread, where a finalizer may need the lock.
+        The caller holds no lock of the engine: `start` waits for the new thread, where a finalizer may need the lock.
         """
         if self._thread is not None:
             return
@@ -64,13 +64,13 @@ class Dispatcher:
 
     @property
     def is_current_thread(self) -> bool:
-        """Return True on the thread that calls the callbacks."""
+        """Whether the current thread is the one that calls the callbacks."""
         return threading.current_thread() is self._thread
 
     def stop(self, timeout: float) -> None:
-        """End the thread after the scheduled calls.
+        """Make the thread end after the scheduled calls.
 
-        Wait at most `timeout` seconds for the end. On the thread itself, do not wait.
+        Wait for the end for at most `timeout` seconds. A callback that calls this method does not wait.
         """
         self._calls.put(None)
         if self._thread is not None and not self.is_current_thread:

@@ -54,7 +54,7 @@ class Node(ABC):
         self._directory = directory
         self._temporary = temporary
         self._start_timeout = start_timeout
-        # None before `start`, and after `stop` or `kill`. If the broker ends by itself, this attribute does not change.
+        # None before `start`, and after `stop` or `kill`. A broker that ends by itself does not change this attribute.
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -117,7 +117,7 @@ class Node(ABC):
         self.kill()
 
     def kill(self) -> None:
-        """Kill the broker (SIGKILL), as a crash would. Do nothing if the broker does not run."""
+        """Kill the broker (SIGKILL), to simulate a crash. Do nothing if the broker does not run."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._reap()
@@ -183,7 +183,7 @@ class Node(ABC):
         """Return the log of the broker."""
 
     def _account_of_process(self) -> Any:
-        """Return the user of the process, as arguments of ``subprocess.Popen``."""
+        """Return the user under which the process runs, as arguments of ``subprocess.Popen``."""
         return {}
 
     def _start_helpers(self) -> None:  # noqa: B027 - most brokers need no other processes

@@ -1,7 +1,7 @@
 """Private RabbitMQ nodes. Tests can raise alarms in a node, and suspend, kill and restart the node.
 
-A node uses the installed RabbitMQ. To leave other nodes alone, it has its own ports, data folder, configuration, Erlang
-cookie and port mapper (epmd). It listens only on the loopback interface.
+A node uses the installed RabbitMQ. To leave other nodes of the machine alone, it has its own ports, data folder,
+configuration, Erlang cookie and port mapper (epmd). It listens only on the loopback interface.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RabbitMQ", "RabbitMQError", "RabbitMQNode", "RabbitMQNotInstalled"]
 
-# Each node registers this name in its own epmd. A node with another name could not use the data in a kept folder.
+# Each node registers this name in its own epmd. With another name, a node could not use the data in a kept folder.
 _NODE_NAME = "qflow@localhost"
 
 # Folders that may have RabbitMQ's scripts, but are not in the PATH of an ordinary user.
@@ -49,7 +49,7 @@ _POLL_INTERVAL = 0.05
 
 
 class RabbitMQError(RuntimeError):
-    """A node failed to do a requested action."""
+    """A node could not carry out an action."""
 
 
 class RabbitMQNotInstalled(RabbitMQError):
@@ -120,7 +120,7 @@ class RabbitMQ(ABC):
         return self.ctl("eval", expression)
 
     def raise_memory_alarm(self) -> None:
-        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that publishes during it."""
+        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that publishes."""
         self.evaluate(f"vm_memory_monitor:set_vm_memory_high_watermark(0), {_ALARMS_ARE_NOTICED}.")
 
     def clear_memory_alarm(self) -> None:
@@ -152,9 +152,9 @@ class RabbitMQNode(Node, RabbitMQ):
     runs as the user rabbitmq, if this user exists.
 
     Args:
-        directory: folder for data, logs and configuration, created if missing, which `close` keeps. If the node runs as
-            the user rabbitmq, this user becomes the owner of the folder, and needs access to its path. ``None`` for a
-            temporary folder, which `close` removes.
+        directory: folder for data, logs and configuration. It is created if missing, and `close` keeps it. If the node
+            runs as the user rabbitmq, this user becomes the owner of the folder, and needs access to its path. ``None``
+            for a temporary folder, which `close` removes.
         port: AMQP port; ``None`` for a free port.
         start_timeout: maximum seconds that `start` waits for an answer of the node.
 

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 # Maximum bytes that the proxy keeps for one direction before it stops reading.
 _ON_THE_WAY = 1 << 18
-# The maximum for a direction with a delay but no limited rate. A smaller maximum would limit the bandwidth there.
+# The maximum for a direction with a delay but no limited rate, because fewer bytes would limit its bandwidth.
 _ON_A_LONG_WAY = 64 << 20
 # With a limited rate, one write has at most the bytes that the rate allows in this number of seconds. If the event loop
 # is late, the proxy catches up for at most the same number of seconds.
@@ -85,7 +85,7 @@ class Rules:
     wait: float = 0.0
     stalls: bool = False
     swallows: bool = False
-    # Numbers of frames and bytes after which the connection is cut; 0 for no limit.
+    # Numbers of frames and bytes after which the connection is closed; 0 for no limit.
     last_frame: int = 0
     last_byte: int = 0
 
@@ -180,7 +180,7 @@ class Way:
         self._timer: asyncio.Handle | None = None
         # Time before which nothing is passed on.
         self._not_before = 0.0
-        # Numbers of further frames and bytes after which the connection is cut; None for no limit.
+        # Numbers of further frames and bytes after which the connection is closed; None for no limit.
         self._frames_left = rules.last_frame or None
         self._bytes_left = rules.last_byte or None
         self._is_plain = rules == NO_RULES
@@ -391,7 +391,7 @@ class End(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        # If `exc` is None, the proxy itself has closed this socket. A black hole does not pass a reset on.
+        # If `exc` is None, the proxy has closed this socket. A direction that discards bytes passes no reset on.
         if exc is not None and not (self._incoming.rules.swallows or self._incoming.is_dead):
             self._connection.cut(reset=True)
         self._connection.end_lost(self)
@@ -472,7 +472,7 @@ class Relay:
         self._open += 1
         if end is self.client:
             self.relays.connections[self.number] = self
-            # If both directions are black holes, a connection to the broker is not needed.
+            # If both directions discard all bytes, no connection to the broker is needed.
             if not all(way.rules.swallows for way in self.ways.values()):
                 self._connecting = self.relays.loop.create_task(self._connect())
         self.relays.changed()

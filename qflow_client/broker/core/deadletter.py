@@ -12,10 +12,10 @@ target.
 
 After a rejection by a consumer, both rules ignore earlier deaths. The second rule also ignores deaths before a restart.
 
-One frame can make very many messages die: for example, one large message can displace very many small ones from a full
-queue. `DeadLetters` sends one slice of the dead letters immediately, and the others in later slices. A queue also drops
-its messages in slices. Between the slices the broker does other work (E9), but handles no more frames of the client. So
-a connection cannot make messages die faster than their letters are sent.
+One frame of a client can make very many messages die: for example, one large message can displace very many small ones
+from a full queue. `DeadLetters` sends one slice of the dead letters immediately, and the others in later slices. A
+queue also drops its messages in slices. Between the slices the broker does other work (E9), but handles no more frames
+of that client. So a connection cannot make messages die faster than their letters are sent.
 """
 
 from __future__ import annotations
@@ -130,22 +130,22 @@ class DeadLetters:
         self._destinations = destinations
         self._when_read = when_read
         self._wall_clock = wall_clock
-        # Dead messages that are not dead-lettered yet, in the order in which their letters are sent. The first value is
-        # the number of the cause. If a dead letter made the message die, this is the number of that letter's cause.
+        # Dead messages that are not dead-lettered yet, in the order of sending. The first value is the number of the
+        # cause (see `causes`). If a dead letter made the message die, this is the number of that letter's cause.
         self._dead: deque[tuple[int, Queue, StoredMessage, DropReason]] = deque()
         # While a dead letter is sent: the number of its cause, and the messages that die because of it.
         self._number = 0
         self._dying: list[tuple[int, Queue, StoredMessage, DropReason]] = []
-        # The queues that exceed their maximum. `Queue.tick` drops more of their messages.
+        # The queues that exceed their maximum until `Queue.tick` has dropped more messages.
         self._surplus: dict[Queue, None] = {}
-        # Number of causes so far: deaths, and reports of a queue above its maximum, that no dead letter has caused.
+        # Number of causes so far: deaths, and surpluses (see `note_surplus`), that no dead letter has caused.
         self.causes = 0
         # Number of the blocks `with dead_letters:` that have not ended, and the time at which the first of them began.
         self._pauses = 0
         self._began = 0.0
         # The dead letters that the current `_send` has created.
         self._letters: list[DeadLetter] = []
-        # Whether `tick` will be called soon.
+        # Whether a call of `tick` is scheduled.
         self._has_timer = False
         # The functions passed to `when_done`, each with the value of `causes` at the call, in the order of the calls.
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
@@ -184,7 +184,7 @@ class DeadLetters:
             self._go_on_soon()
 
     def is_done(self, causes: int) -> bool:
-        """Whether no queue exceeds its maximum, and the dead letters of the first `causes` causes are sent."""
+        """Whether no queue exceeds its maximum, and all letters whose cause has a number up to `causes` are sent."""
         return not self._surplus and (not self._dead or self._dead[0][0] > causes)
 
     def when_done(self, call: Callable[[], None]) -> None:
@@ -197,7 +197,7 @@ class DeadLetters:
             self._send(self._clock(), is_first=True)
 
     def _go_on_soon(self) -> None:
-        """Schedule `tick` if it can send a letter, or call a function of `when_done`."""
+        """Schedule `tick` if `tick` can send a letter, or can call a function that `when_done` has stored."""
         can_go_on = self._dead or (self._waiting and self.is_done(self._waiting[0][0]))
         if can_go_on and not self._has_timer and not self._surplus:
             self._has_timer = True
@@ -214,7 +214,7 @@ class DeadLetters:
             self._go_on_soon()
 
     def _send(self, began: float, *, is_first: bool = False) -> None:
-        """Send one slice of dead letters. Its time limit starts at the time `began`.
+        """Send one slice of dead letters, for at most `Timers.MAX_TICK` seconds after the time `began`.
 
         Args:
             is_first: whether to send the first letter even if it exceeds the limits of the slice.
@@ -236,7 +236,7 @@ class DeadLetters:
         finally:
             self._pauses -= 1
             for letter in self._letters:
-                # The decoded deaths use far more memory than the header that they are encoded in.
+                # Free the decoded deaths, because they use far more memory than the encoded header.
                 letter.deaths = None
             self._letters.clear()
 
@@ -394,7 +394,7 @@ def _deaths_and_headers(
 
 
 def _next_death(message: StoredMessage, before: Sequence[Death], queue: str, reason: DropReason, time: float) -> Death:
-    """Return the latest death. Its count includes the earlier deaths (`before`) in this queue for this reason."""
+    """Return the present death. Its count includes the earlier deaths (`before`) in this queue for this reason."""
     fields: dict[str, Any]
     same = next((death for death in before if (death.queue, death.reason) == (queue, reason)), None)
     if same is not None:

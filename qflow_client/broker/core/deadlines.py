@@ -1,4 +1,4 @@
-"""The timeouts of one connection, sans-I/O: opening, closing, heartbeats and login. Each session has a `Deadlines`."""
+"""The timeouts of one connection, sans-I/O: opening, closing, heartbeats and login."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Deadlines"]
 
 
 class Deadlines:
-    """The deadlines of one connection.
+    """The deadlines of one `Session`, whose method `tick` must be called at the time `at`.
 
     Args:
         now: monotonic seconds. All times of this class are monotonic seconds.

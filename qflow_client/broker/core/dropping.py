@@ -1,7 +1,7 @@
 """`Dropping` drops messages of a queue, sans-I/O.
 
-If the queue has a dead-letter exchange, messages of the reasons `REJECTED`, `EXPIRED` and `MAXLEN` (see `DropReason`)
-are dead-lettered. Purged messages, and messages that the queue drops for another reason, are never dead-lettered.
+If the queue has a dead-letter exchange, a message is dead-lettered if the reason is `REJECTED`, `EXPIRED` or `MAXLEN`
+(see `DropReason`). Messages that are purged, or dropped for any other reason, are never dead-lettered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Dropping", "drops_each"]
 
 
 def drops_each(queues: int) -> int:
-    """Return how many messages each queue may drop in a step, if the step drops messages of `queues` queues."""
+    """Return how many messages each queue may drop at once, if `queues` queues drop messages at the same time."""
     return max(1, Contents.AT_ONCE // max(1, queues))
 
 
@@ -85,12 +85,12 @@ class Dropping:
             self._contents.left(entry, DropReason.DAMAGED)
 
     def end(self) -> None:
-        """Drop the references to other objects, because the queue is deleted and all its entries have left."""
+        """Release the references to other objects, because the queue is deleted and all its entries have left."""
         self._died = self.expiry = None
         self.wake = lambda: None
 
     def let_leave(self) -> None:
-        """Let one slice of the entries in `Contents.leaving` leave. If some remain, schedule the next call."""
+        """Remove the next slice of `Contents.leaving` from the queue. If entries remain, schedule the next call."""
         if self._contents.leaving:
             self._contents.let_leave()
             if self._contents.leaving:

@@ -55,7 +55,7 @@ class EmbeddedBroker:
 
     Args:
         settings: see `Settings`.
-        rules: compute the limits of each queue; ``None`` for `PlainRules`.
+        rules: computes the limits of each queue; ``None`` for `PlainRules`.
         journal: counts the bytes of messages, and with a store collects the changes for the disk; ``None`` for neither.
         discipline: creates the `Discipline` of each connection; ``None`` for no backlog limit and no sanctions.
     """
@@ -107,7 +107,7 @@ class EmbeddedBroker:
                 started.push_async_callback(self._disk.stop)
             started.callback(self._runner.leave)
             started.callback(self._host.end_observing)
-            # A store keeps only letters that are sent before it stops.
+            # Dead letters that were sent after the end of the store would be lost.
             started.callback(self._host.dead_letters.send_all)
             self._port = await self._server.start()
             started.push_async_callback(self._server.stop)

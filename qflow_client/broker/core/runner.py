@@ -108,12 +108,12 @@ class Runner:
         self._stopped.set_result(None)
 
     def enter(self) -> None:
-        """From now on, `call` runs functions on the running loop."""
+        """Make `call` run functions on the running loop from now on."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
 
     def leave(self) -> None:
-        """From now on, `call` runs functions directly on the calling thread."""
+        """Make `call` run functions directly on the calling thread from now on."""
         with self._loop_lock:
             self._loop = None
 
@@ -174,7 +174,7 @@ class Runner:
 
     @property
     def version(self) -> int:
-        """A number that grows with each change."""
+        """Number of changes so far, as counted by `changed`."""
         return self._version
 
     def changed(self) -> None:
@@ -200,7 +200,7 @@ class Runner:
                 raise TimeoutError(_not_reached(describe, timeout))
 
     def _await_change(self, version: int, end: float) -> bool:
-        """Wait until the version is not `version` any more. Return False if it still is at the time `end`."""
+        """Wait until the version differs from `version`. Return False if it does not differ at the time `end`."""
         with self._changed:
             left = end - time.monotonic()
             return left > 0 and self._changed.wait_for(lambda: self._version != version, left)

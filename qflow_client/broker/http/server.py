@@ -43,7 +43,7 @@ _log = get_logger(__name__)
 
 
 class _MalformedFilter(logging.Filter):
-    """Removes the records for malformed requests. With their tracebacks, any client could fill the log."""
+    """Drops log records for malformed requests, because any client could fill the log with their tracebacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -55,7 +55,7 @@ _AIOHTTP_LOG.addFilter(_MalformedFilter())
 
 
 class HttpServer:
-    """Serves the HTTP API of a broker. It reports each change of the memory of large answers to `count_answer`."""
+    """Serves the HTTP API of a broker. It reports to `count_answer` when the total size of large answers changes."""
 
     #: Maximum bytes of a request body.
     MAX_BODY = 16 * 1024 * 1024
@@ -294,7 +294,7 @@ class HttpServer:
 
     @staticmethod
     def _cut(request: web.Request) -> None:
-        """Drop the connection of a client that has disconnected or reads too slowly."""
+        """Abort the connection of a client that has disconnected or reads too slowly."""
         if request.transport is not None:
             request.transport.abort()
 
@@ -302,7 +302,7 @@ class HttpServer:
         try:
             raw = await request.read()
         except ConnectionError:
-            # The client has disconnected within the body, and gets no answer.
+            # The client has disconnected before the end of the body, and gets no answer.
             raise Problem(HTTPStatus.BAD_REQUEST, "the body is not complete") from None
         if operation.takes is not DefinitionsDocument:
             return operation.check_body(request.content_type, raw)
@@ -378,7 +378,7 @@ def _is_gone(request: web.Request) -> bool:
 
 
 class _Connection(asyncio.Protocol):
-    """Passes a socket's events to aiohttp, and limits the time until the first header. aiohttp has no such limit."""
+    """Passes a socket's events to aiohttp, and limits the time until the first header, which aiohttp does not limit."""
 
     def __init__(self, handler: asyncio.Protocol, server: HttpServer) -> None:
         self._handler = handler

@@ -66,7 +66,7 @@ class ApplyTo(StrEnum):
 
     #: Names of queues.
     QUEUES = "queues"
-    #: Names of exchanges. `Policy.routing_key` is compared with the routing keys of their bindings to queues.
+    #: Names of exchanges. `Policy.routing_key` is compared with the routing keys that bind queues to these exchanges.
     ROUTING_KEYS = "routing_keys"
     #: Names of exchanges that route messages to a queue, directly or through other exchanges.
     EXCHANGES = "exchanges"
@@ -146,7 +146,7 @@ class PolicyDefinition:
 
         Args:
             values: the values, with the names of the fields as keys. All values are optional.
-            names: for each field name, the name that errors show; ``None`` if errors show the field names.
+            names: the names to show in errors, by field name; ``None`` to show the field names.
 
         Raises:
             TypeError: a value has the wrong type.
@@ -351,8 +351,8 @@ class Policy:
         routing_key: regular expression for the routing keys of bindings. It must be set if `apply_to` is
             `routing_keys`, and must not be set otherwise.
         priority: if several policies with the same `apply_to` match, the policy with the highest priority applies. If
-            several policies have this priority, the strictest value of each field applies. If `apply_to` is
-            `exchanges`, this selection is made for each exchange. The strictest values of all selected policies apply.
+            several have the highest priority, the strictest value of each field applies. If `apply_to` is `exchanges`,
+            this selection is made for each exchange. The strictest values of all selected policies apply.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -483,7 +483,7 @@ class Policies:
         for apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES, ApplyTo.VIRTUAL_HOST):
             chosen = self._inherited(apply_to, inheritance)
             if chosen:
-                # The arguments set no limit. Other values that they set, such as the enforcement, have priority.
+                # The arguments set no limit, but their other values, such as the enforcement, have priority.
                 return own.over(self._strictest(chosen)), _names(chosen)
         return own, ()
 

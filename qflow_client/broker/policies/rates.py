@@ -25,7 +25,7 @@ class RateScope(StrEnum):
 
     #: Messages that clients publish to an exchange.
     EXCHANGE = "exchange"
-    #: Messages of clients that are routed to a queue, through any exchange. Dead letters are not counted.
+    #: Messages that clients publish through any exchange, and that are routed to a queue. Dead letters are not counted.
     QUEUE = "queue"
     #: Messages that a user publishes, on all connections of the user together.
     USER = "user"

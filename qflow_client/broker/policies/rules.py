@@ -23,7 +23,7 @@ _NO_STORE = "policy=flow_to_disk: this broker has no message store; set store, o
 
 
 class PolicyRule:
-    """The arguments of one queue, and the operator's marks for this queue.
+    """Computes the limits of one queue from its arguments, the policies and the operator's marks.
 
     Raises:
         ChannelException: 406 if the arguments are refused.

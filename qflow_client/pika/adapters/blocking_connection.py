@@ -1,4 +1,4 @@
-"""`pika.adapters.blocking_connection`, with flow control: `basic_publish` waits while the channel is blocked."""
+"""`pika.adapters.blocking_connection` with flow control: `basic_publish` waits while a channel is blocked (flowed)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Services(SelectorIOServicesAdapter):
     _watches = False
     # Whether pika has called `remove_writer` since `set_writer` last wrote immediately. If so, all output is written.
     _is_done = False
-    # pika's function to call when the socket is writable.
+    # pika's function that writes its output when the socket is writable.
     _writes: Callable[[], None] | None = None
     #: Called once when pika has written all its output, or when `wake_when_writable` finds the socket writable.
     on_writable: Callable[[], None] | None = None
@@ -89,7 +89,7 @@ class _Services(SelectorIOServicesAdapter):
         super().set_writer(fd, on_writable)
 
     def go_on_writing(self) -> None:
-        """Make the loop wait for a writable socket, as pika requested. An interrupt may have lost pika's request."""
+        """Make the loop wait for a writable socket, if pika requested this and an interrupt has lost the request."""
         if not self._watches and self._writes is not None:
             self._watch(self._fd, self._writes)
 
@@ -110,7 +110,7 @@ class _Services(SelectorIOServicesAdapter):
         return found[0][1] if found else 0
 
     def cork(self, on: bool) -> None:
-        """If `on` is True, make the kernel collect small writes for at most 200 ms. Otherwise, make it send them."""
+        """If `on` is True, let the kernel collect small writes for at most 200 ms. Otherwise, let it send them now."""
         if on is not self._is_corked:
             self._is_corked = on
             # With TLS, `_sock` has no descriptor, because the TLS socket has taken it.
@@ -157,7 +157,7 @@ class _Connection(SelectConnection):
         if type(getattr(frame_value, "method", None)) in _ANSWERS:
             flow = self.flow_control.channels.get(frame_value.channel_number)
             if flow is not None:
-                # Pass the answer on directly, because pika's search for callbacks would take longer than this method.
+                # Handle the answer here, because pika's search for callbacks would take longer than this method.
                 self.frames_received += 1
                 flow.on_confirm(frame_value)
                 return
@@ -203,7 +203,7 @@ class _Turns:
                 loop.process_timeouts()
                 return True
             self.go_on_writing()
-            # `poll` does not wait here, because data can be read or written.
+            # `loop.poll` does not wait here, because the socket is ready.
             if ready & ~_POLLOUT or (ready and self.unwritten):
                 loop.poll()
         loop.process_timeouts()
@@ -246,7 +246,7 @@ class BlockingConnection(_pika.BlockingConnection):
     """pika's `BlockingConnection`. While a channel is blocked (flowed), its `basic_publish` waits for a limited time.
 
     Args:
-        parameters: as for pika. Parameters of `qflow_client.pika` also have settings of flow control.
+        parameters: as for pika. The parameter classes of `qflow_client.pika` also have settings of flow control.
     """
 
     # Attributes of pika's class.
@@ -313,7 +313,7 @@ class BlockingConnection(_pika.BlockingConnection):
 
 @contextmanager
 def good_bye(connection: Any) -> Iterator[None]:
-    """After `max_producer_flow_control_wait` seconds in the block, abort the connection if the broker reads nothing."""
+    """After `max_producer_flow_control_wait` seconds in ``with``, abort the connection if the broker reads nothing."""
     impl = connection._impl
     wait = ConnectionFlow.of(impl).settings.max_producer_flow_control_wait
     timer: Any = None
@@ -501,7 +501,7 @@ class BlockingChannel(_pika.BlockingChannel):
             raise
         except exceptions.AMQPError as error:
             if self._is_pipelined and ticket.receipt is not None:
-                # The message was admitted before the channel ended, so it is in `unconfirmed`. Raise the error later.
+                # The message was admitted before the end of the channel. A later call raises the error.
                 self._flow.unraised = error
                 return ticket.receipt
             raise
@@ -649,8 +649,8 @@ class BlockingChannel(_pika.BlockingChannel):
             failures = self._flow.protocol.reports.take_failures()
             error = exceptions.NackError([_published(each) for each in failures])
             others = [each for each in failures if each._outcome is not Outcome.NACKED]
-            # Forget how many failures `max_failed_bytes` has dropped, because pika's error cannot contain this number.
-            # The first drop was logged.
+            # Reset the number of failures that were dropped because of `max_failed_bytes`. pika's error cannot contain
+            # this number, and the first drop was logged.
             self._flow.protocol.reports.take_dropped()
         elif self._flow.returned:
             returned, self._flow.returned = self._flow.returned, []
@@ -663,7 +663,7 @@ class BlockingChannel(_pika.BlockingChannel):
         raise error
 
     def _settle(self, end: float = math.inf) -> Exception | None:
-        """Wait until all messages are settled. Return an error if any was not delivered. A second call does nothing."""
+        """Wait until all messages are settled. Return the error of undelivered messages. A second call does nothing."""
         if not self._is_pipelined:
             return None
         self._is_pipelined = False
