@@ -2,7 +2,7 @@
 
 `Upkeep` probes a silent broker (`Watch`) and the first host (`Returner`), and replaces credentials before they expire
 (`Renewer`). `Upkeep` ends the connection if the broker is silent or blocks it for too long. It also ends the connection
-if the first host answers again, or if the credentials cannot be replaced in time. Then the producer connects again.
+if the first host answers again, or if the credentials cannot be replaced in time. The producer then connects again.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ class PublishEncoder:
     def __init__(self, channel: int, frame_max: int, *, id_prefix: str = "", mandatory: bool = False) -> None:
         self.channel = channel
         self.mandatory = mandatory
-        #: All routes of this encoder have this object as `made_by`.
+        #: All routes of this encoder have this object as `made_by`, so routes of other encoders are recognised.
         self.mark = object()
         # Maximum bytes of the payload of a header or body frame.
         self.max_body = (frame_max or 1 << 31) - FRAME_OVERHEAD

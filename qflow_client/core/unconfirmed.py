@@ -196,7 +196,7 @@ class Unconfirmed:
         encoder = self.encoder
         parts: list[bytes] = []
         ends: list[int] = []
-        # `borders` and `ends` are the same list until a message has several body frames.
+        # `borders` and `ends` (see `Outbound.put`) are the same list until a message has several body frames.
         borders = ends
         rest: list[bytes] = []
         batch: list[Receipt] = []
@@ -264,7 +264,7 @@ class Unconfirmed:
             source.popleft()
 
     def make_one(self, source: deque[Receipt], *, is_written: bool) -> bytes:
-        """Do the work of `make` for the first message of `source` if it has properties, in half the time.
+        """Do the work of `make` for the first message of `source` if it is not plain, in half the time.
 
         Args:
             is_written: whether the caller writes the frames immediately. If so, the frames count as written, and are

@@ -21,10 +21,10 @@ noted changes in one transaction. A producer uses an outbox as follows:
 7. A message that cannot be read is set aside. The message stays in the file and still uses its bytes. `Outbox.damaged`
    lists such messages, and `Outbox.drop` removes one. A damaged message does not stop the messages after it.
 
-Invariants: Sequences are assigned in order, and never twice, even across processes. All messages up to `Outbox.durable`
-are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them again. Only a thread
-that has access (`FileAccess`) uses the file. A caller can limit each wait for access, and for a lock of another process
-on the file.
+Invariants: Sequences are assigned in order, and never twice, even across processes. All unsettled messages up to
+`Outbox.durable` are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them
+again. Only a thread that has access (`FileAccess`) uses the file. A caller can limit each wait for access, and for a
+lock of another process on the file.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Outbox:
 
     @property
     def durable(self) -> int:
-        """The sequence up to which all messages are on disk."""
+        """The sequence up to which all unsettled messages are on disk."""
         return self._access.durable
 
     @property

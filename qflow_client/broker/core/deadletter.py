@@ -394,7 +394,7 @@ def _deaths_and_headers(
 
 
 def _next_death(message: StoredMessage, before: Sequence[Death], queue: str, reason: DropReason, time: float) -> Death:
-    """Return the present death. Its count includes the earlier deaths (`before`) in this queue for this reason."""
+    """Return the newest death. Its count includes the earlier deaths (`before`) in this queue for this reason."""
     fields: dict[str, Any]
     same = next((death for death in before if (death.queue, death.reason) == (queue, reason)), None)
     if same is not None:

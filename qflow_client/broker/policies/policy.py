@@ -1,7 +1,7 @@
 """A policy sets limits of queues, and what a full queue does. Policies can be changed at run time.
 
-A queue takes each value from the first of these sources that sets the value (D3). Of sources 3 to 5, only the first
-one with a matching policy applies. None of the three applies if a policy for queues matches, or if the arguments set a
+A queue takes each value from the first of these sources that sets the value (D3). Of the sources 3 to 5, only the first
+that has a matching policy applies. None of the three applies if a policy for queues matches, or if the arguments set a
 maximum, a threshold, a capacity or a policy.
 
 1. policies for queues
