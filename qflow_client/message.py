@@ -28,7 +28,7 @@ __all__ = [
     "with_position",
 ]
 
-#: Header of a message that is sent again although an earlier copy may have arrived.
+#: Name of the header of a message that is sent again although an earlier copy may have arrived.
 REPUBLISHED = "x-qflow-republished"
 
 

@@ -1,8 +1,8 @@
 """`connect` makes a connection of pika that the application shares with any number of producers.
 
-A `BlockingConnection` belongs to one thread of the application, and reads and writes only while this thread calls pika.
-So each connection has a `Carrier`, whose I/O thread is between pika and the socket. The carrier transfers pika's bytes,
-frame by frame, and the bytes of the producers' channels, which pika does not know. Only the application's thread runs
+A `BlockingConnection` belongs to one thread of the application, and does I/O only while this thread calls pika. But
+producers need the socket at any time. So a `Carrier` with an I/O thread is between pika and the socket. It transfers
+pika's frames, and the frames of the producers' channels, which pika does not know. Only the application's thread runs
 pika's connection, and no other thread waits for this thread. Each producer has a `SharedLink` on the connection.
 """
 

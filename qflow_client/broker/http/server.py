@@ -55,7 +55,7 @@ _AIOHTTP_LOG.addFilter(_MalformedFilter())
 
 
 class HttpServer:
-    """Serves the HTTP API of a broker. It reports to `count_answer` when the total size of large answers changes."""
+    """Serves the HTTP API of a broker. It passes each change of the total size of large answers to `count_answer`."""
 
     #: Maximum bytes of a request body.
     MAX_BODY = 16 * 1024 * 1024
@@ -92,7 +92,7 @@ class HttpServer:
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
         self._port: int | None = None
-        # The connections. The keys are protocol objects of aiohttp, which `Request.protocol` returns.
+        # The connections, by the protocol object of aiohttp (`Request.protocol`).
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         # The strangers, oldest first.
         self._strangers: dict[_Connection, None] = {}

@@ -26,7 +26,7 @@ class PolicyRule:
     """Computes the limits of one queue from its arguments, the policies and the operator's marks.
 
     Raises:
-        ChannelException: 406 if the arguments are refused.
+        ChannelException: 406 if an argument is not allowed.
     """
 
     def __init__(self, rules: PolicyRules, queue: str, arguments: Mapping[str, object]) -> None:
