@@ -444,7 +444,7 @@ def connect(
         client_properties: properties that the connection sends to the broker, such as ``connection_name``.
 
     Returns:
-        A `BlockingConnection` of pika.
+        A `BlockingConnection` of pika, on which producers can open channels.
 
     Raises:
         ConnectionFailed: connecting failed; the text gives the reason.

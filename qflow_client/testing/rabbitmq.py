@@ -97,7 +97,7 @@ class _Credentials(TypedDict, total=False):
 
 
 class RabbitMQ(ABC):
-    """A RabbitMQ node on any machine. Methods raise `RabbitMQError` if the node does not accept a command."""
+    """A RabbitMQ node on any machine. Methods raise `RabbitMQError` if the node cannot carry out a command."""
 
     @property
     @abstractmethod

@@ -192,7 +192,7 @@ class DeadLetters:
         self._waiting.append((self.causes, call))
 
     def send_all(self) -> None:
-        """Send all letters immediately, because the broker stops."""
+        """Send all letters immediately, before the broker stops."""
         while self._dead:
             self._send(self._clock(), is_first=True)
 

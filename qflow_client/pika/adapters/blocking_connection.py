@@ -190,7 +190,7 @@ class _Turns:
             self.services.go_on_writing()
 
     def now(self) -> bool:
-        """Read the received data without waiting. Return True if the socket accepts bytes."""
+        """Process the I/O that is possible without waiting. Return True if the socket accepts more bytes."""
         services = self.services
         loop = self._impl.ioloop
         if services is None:
