@@ -63,7 +63,7 @@ class BaseEngine(ABC):
     dispatcher: Any
     #: The event loop of an `AsyncProducer`; ``None`` before it connects, and always ``None`` for a `Producer`.
     loop: Any = None
-    #: The class of the objects that wake waiting calls.
+    #: The class of the waiters, by which the engine wakes waiting calls.
     make_waiter: type[Any]
 
     def __init__(
@@ -144,12 +144,12 @@ class BaseEngine(ABC):
         self.call_later(lambda: self.step(self.take_all_put_off))
 
     def take_all_put_off(self, protocol: ProducerProtocol) -> None:
-        """Execute the postponed steps. Pass this method to `step`, because it changes the protocol's state."""
+        """Execute the postponed steps. Callers pass this method to `step`, because it changes the protocol's state."""
         while self._put_off:
             try:
                 put_off = self._put_off.popleft()
             except IndexError:
-                # Another thread has taken the last postponed step: when the engine ends, this may run without the lock.
+                # Another thread took the last postponed step: an ending engine may call this method without the lock.
                 return
             put_off(protocol)
 
@@ -206,7 +206,7 @@ class BaseEngine(ABC):
     @property
     @abstractmethod
     def is_in_callback(self) -> bool:
-        """Whether there is an `on_delivery`, and the caller is `on_delivery` or a flow callback."""
+        """Whether the caller is `on_delivery` or a flow callback. Always False without an `on_delivery`."""
 
     def admit(
         self,
@@ -253,7 +253,7 @@ class BaseEngine(ABC):
         """Pass the protocol's reports to the application."""
 
     def take_news(self) -> tuple[list[Receipt], list[Any], list[LogEntry]]:
-        """Remove and return settled receipts, waiters to wake, and log entries. Call this method inside a step."""
+        """Remove and return settled receipts, waiters to wake, and log entries. No other thread is in a step."""
         protocol = self.protocol
         reports = protocol.reports
         settled = protocol.take_settled(_monotonic()) if reports.settled else []
@@ -275,7 +275,8 @@ class BaseEngine(ABC):
         self.step(lambda protocol: protocol.reported(count, _monotonic()))
 
     def take_failures(self) -> tuple[list[Receipt], int]:
-        """Remove and return the unseen failed receipts, and the number of dropped ones. Call it inside a step."""
+        """Remove and return the unseen failed receipts, and the number of dropped ones. No other thread is in a
+        step."""
         reports = self.protocol.reports
         return reports.take_failures(), reports.take_dropped()
 

@@ -74,7 +74,7 @@ class _Default:
 
 DEFAULT: Any = _Default()
 
-# `close` waits at most this number of seconds for the broker's answer, and then again for running flow callbacks.
+# `close` waits at most this number of seconds for the broker's answer, and then as long for running flow callbacks.
 GOOD_BYE = 3.0
 # Maximum seconds of each wait if the timeout of `close` has expired, or if an error ends the producer.
 BRIEF = 0.3
@@ -183,7 +183,7 @@ class Losses:
         self._text = f"%s: %d flow events were dropped, because {why}; max_flow_events=%d"
         self._arguments = name, arguments
         self._limit = limit
-        # Number of dropped events. Only the code that puts events changes it.
+        # Number of dropped events. Only the thread that puts events changes it.
         self._count = 0
         # Number of dropped events that were reported in the log.
         self._reported = 0
@@ -246,7 +246,7 @@ class Subscription:
         return self._events.popleft()
 
     def report(self) -> None:
-        """Log a warning about dropped events, see `Losses.report`. Call this method after `take`."""
+        """Log a warning about dropped events, see `Losses.report`. The caller has just called `take`."""
         self.losses.report(len(self._events))
 
 
@@ -368,7 +368,7 @@ def no_confirms(words: str) -> str:
 
 
 def none_of(errors: Sequence[ConnectionFailed]) -> ConnectionFailed:
-    """Combine the errors of all hosts into one error, because no host accepted a connection."""
+    """Combine the errors of all hosts into one error, because no host opened a connection and a channel."""
     if len(errors) == 1:
         return errors[0]
     return ConnectionFailed(f"cannot connect to any of {len(errors)} hosts: {'; '.join(map(str, errors))}")
@@ -400,9 +400,9 @@ class Deliveries:
     def __init__(self, on_delivery: Callable[[Receipt], object], reported: Callable[[int], None]) -> None:
         self._on_delivery = on_delivery
         self._reported = reported
-        # Lists of receipts that are not completely passed yet, in order.
+        # Lists with receipts that `on_delivery` has not got yet, in order.
         self._handed: deque[list[Receipt]] = deque()
-        # Number of receipts in the first list that were passed already.
+        # Number of receipts of the first list that `on_delivery` has got.
         self._passed_of_first = 0
 
     def hand(self, receipts: list[Receipt]) -> None:
@@ -430,7 +430,7 @@ class Deliveries:
             if passed == _REPORT_AT_ONCE:
                 self._reported(passed)
                 passed = 0
-        # Set the count to 0 first. Between these two lines, `undelivered` may return a passed receipt, but misses none.
+        # Set the count to 0 first: between these lines, `undelivered` may return too many receipts, but misses none.
         self._passed_of_first = 0
         self._handed.popleft()
         self._reported(passed)
@@ -462,7 +462,7 @@ def check_many(messages: object, timeout: float | None) -> None:
 
 @contextmanager
 def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
-    """If the ``with`` block raises an exception, add `receipts` to it. The block appends to this list."""
+    """If the ``with`` block raises an exception, add to it the receipts that the block has put into `receipts`."""
     try:
         yield
     except BaseException as error:

@@ -123,7 +123,7 @@ class Observer:
         self._histogram = histogram
         # Destination names by exchange and routing key.
         self._destinations: dict[tuple[str, str], str] = {}
-        # The longest duration since the last report to the SDK, at `_recorded_at`, by destination and outcome.
+        # By destination and outcome, the longest duration since `_recorded_at`, when durations were last recorded.
         self._durations: dict[tuple[str | None, Outcome], float] = {}
         self._recorded_at = 0.0
         # Spans to end: the span, the receipt, the time in nanoseconds since 1970, and the attributes to add.

@@ -1,6 +1,6 @@
 """Lets tasks wait in calls of `core.calls`, for `AsyncProducer` and `qflow_client.aio_pika`.
 
-`Turns` drives these calls. The waiter of a call is a future. The engine or `ChannelFlow` sets the future's result.
+`Turns` runs these calls. The waiter of a call is a future. The engine or `ChannelFlow` sets the future's result.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Deadlines:
         if self._seconds is None:
             return
         if now >= self._next:
-            # The timer is late because the loop is busy, or there is no timer. Do the timer's work here.
+            # The timer is late because the loop is busy, or there is no timer. So do here what the timer does.
             self._set_due()
         at = self._times[waiter] = now + self._seconds
         if self._timer is None:
@@ -122,7 +122,7 @@ class Waiter(asyncio.Future[None]):
 class _Turn(asyncio.Future[None]):
     """The waiter of a call of `send`. It is done when the ticket is decided (see `SendLine`), or at the deadline.
 
-    A cancelled task withdraws its ticket immediately, so the message is admitted before the cancel, or never.
+    A cancelled task withdraws its ticket immediately, so the message is admitted before the cancellation, or never.
 
     Args:
         turns: its `give_up` withdraws the ticket. A reference to the bound method would take 80 bytes more per call.
@@ -154,7 +154,7 @@ class _Turn(asyncio.Future[None]):
 
 
 class Turns:
-    """Drives the waiting calls of a producer or a channel of aio-pika, and logs notices about waiting calls of `send`.
+    """Runs the waiting calls of a producer or a channel of aio-pika, and logs notices about waiting calls of `send`.
 
     Args:
         kick: called after a step, to write the output and to wake waiters.
@@ -217,7 +217,7 @@ class Turns:
         """Withdraw a ticket. If its message is not admitted yet, the message will not be sent."""
         step = LOOPS.try_take(lambda: self._protocol().line.give_up(ticket, _monotonic()))
         if step is NOT_TAKEN:
-            # This call is inside a step, so try again later. If the loop is closed, no `send` waits in the loop.
+            # This thread is inside a step (see `core.step`), so try again later. In a closed loop no `send` waits.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.give_up, ticket)
             return
@@ -226,7 +226,7 @@ class Turns:
 
     def _forget(self, waiter: Waiter | _Turn) -> None:
         if LOOPS.try_take(lambda: self._protocol().waiters.forget(waiter)) is NOT_TAKEN:
-            # This call is inside a step, for example because the garbage collector closes a coroutine. Try again later.
+            # This thread is inside a step, perhaps because the garbage collector closes a coroutine. Try again later.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._forget, waiter)
 

@@ -318,7 +318,7 @@ def wrap(target: Any) -> Any:
         The same object. The class of a channel is now `qflow_client.aio_pika.Channel` or `RobustChannel`.
 
     Raises:
-        TypeError: the object has none of these classes.
+        TypeError: `target` is no connection or channel of aio-pika.
         ValueError: the object is not open, or the channel has unconfirmed messages.
         RuntimeError: no event loop is running.
     """

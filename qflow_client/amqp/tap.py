@@ -47,7 +47,7 @@ __all__ = ["Tap", "TapChannel"]
 _TAG_AND_BITS = Struct(">QB")
 _CLOSE_IDS = Struct(">HH")
 
-# A Basic.Ack frame: a head, which is the same for all acks of a channel, the delivery tag, and one of two ends.
+# A Basic.Ack frame: a head, which is the same for all acks of a channel, the delivery tag, and an end (see below).
 _ACK_FRAME = Struct(">11sQ2s")
 _ACK_SIZE = _ACK_FRAME.size
 # If a read has at most this size, the tap reports its acks one by one with `on_ack`.
@@ -177,7 +177,7 @@ class Tap:
         self._writers: dict[int, TapChannel] = {}
         # The states from ``Channel.Flow`` frames, for each channel that is being opened. `attach` reports them.
         self._expected: dict[int, list[bool]] = {}
-        #: True to keep the flow frames of all new channels, as `expect` does. Set it before a channel is opened.
+        #: Whether to keep the flow frames of all new channels, as `expect` does. Set before a channel is opened.
         self.expects_all = False
         # Detached channels that may still be open in the broker.
         self._left: set[int] = set()
@@ -199,7 +199,7 @@ class Tap:
         self._updates: deque[Callable[[], object]] = deque()
         # The negotiated heartbeat interval in seconds; 0 for none.
         self.heartbeat = 0.0
-        # True while `received` runs. If an exception interrupts `received`, this stays True, because data may be lost.
+        # True while `received` runs. It stays True if an exception interrupts `received`, because data may be lost.
         self._is_torn = False
         # When the library last received data.
         self._fed_at = 0.0
@@ -248,7 +248,7 @@ class Tap:
         message before the library closes the channel.
         """
         channel = self._writers.pop(number, None)
-        # Let the channel record that its present frame is written. Otherwise it would ignore the answer to the message.
+        # Let the channel record that its frame is written. Otherwise the channel would ignore the broker's answer.
         if channel is not None and channel is self._writer:
             self._writes_last = True
 
@@ -305,7 +305,8 @@ class Tap:
 
     @property
     def frame_max(self) -> int:
-        """Maximum size of the broker's frames in bytes; 0 for no limit. Set this to the negotiated size."""
+        """Maximum size of the broker's frames in bytes; 0 for no limit. The owner of the tap sets the negotiated
+        size."""
         return self._splitter.frame_max
 
     @frame_max.setter
@@ -321,7 +322,7 @@ class Tap:
             data: the next bytes of the stream, which can end anywhere in a frame.
 
         Returns:
-            The complete frames for the library, or empty bytes. If `error` is set now, the next call raises the error.
+            The complete frames for the library, or empty bytes. If this call sets `error`, the next call raises it.
 
         Raises:
             FrameError: a frame is invalid, or an exception has interrupted an earlier call, so data may be lost.
@@ -505,7 +506,7 @@ class Tap:
         return method == CHANNEL_FLOW
 
     def _take_late(self, number: int, method: bytes) -> bool:
-        """Handle a frame of a detached channel. Return True if the library must not see it."""
+        """Handle a frame of a detached channel. Return True if the library must not see the frame."""
         if method in (CHANNEL_CLOSE, CHANNEL_CLOSE_OK):
             self._left.discard(number)
         elif method == RETURN:
@@ -539,7 +540,7 @@ class Tap:
 
     @property
     def unfinished(self) -> bytes:
-        """The rest of a partly written frame; empty at a frame boundary. Call `advance` after a write."""
+        """The rest of a partly written frame; empty at a frame boundary. After a write the caller calls `advance`."""
         return self._remains or (self._writer.unfinished if self._writer is not None else b"")
 
     def data_to_write(self, limit: int) -> bytes:

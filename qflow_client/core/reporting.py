@@ -173,7 +173,7 @@ class Reports:
         self.failures += failures
 
     def _sweep(self) -> None:
-        """Forget the receipts that the application has seen. A producer that never flushes would keep them otherwise.
+        """Forget the receipts that the application has seen. Otherwise a producer that never flushes would keep them.
 
         The next sweep comes when the number of failures has doubled, so the average cost of a failure stays constant.
         """
@@ -276,7 +276,7 @@ class Reports:
             self.events.append(self._make_event(kind, hold, hold.since, now))
 
     def heal(self, now: float, *, connecting: bool, ending: bool) -> None:
-        """Report the holds that an unfinished step changed and did not report. See `report_hold` for the arguments."""
+        """Report the hold changes that an interrupted step did not report. For the arguments see `report_hold`."""
         present = frozenset(self._gate.holds)
         for hold in self._reported - present:
             self.report_hold(hold, False, now, connecting=connecting, ending=ending)
@@ -284,7 +284,7 @@ class Reports:
             self.report_hold(hold, True, now, connecting=connecting, ending=ending)
 
     def go_on_from(self, other: Reports, now: float) -> None:
-        """Replace `other` for the same listeners. Report only the holds that differ from the holds of `other`."""
+        """Continue after `other`, the reports of the previous protocol. Report only the holds that differ."""
         self.events = None if other.events is None else []
         self._reported, self._is_starting = other._reported, other._is_starting
         self.heal(now, connecting=False, ending=False)
@@ -352,8 +352,8 @@ def log_entry(level: int, text: str, *arguments: object, depth: int = 1) -> LogE
 def is_logged(level: int) -> bool:
     """Return whether the logger is enabled for a level.
 
-    This does not call `logging.Logger.isEnabledFor`, which takes the lock of `logging`. The thread with this lock may
-    be running a signal handler or a finalizer that waits for the present step.
+    The function does not call `logging.Logger.isEnabledFor`, which takes the lock of `logging`. The thread with this
+    lock may be running a signal handler or a finalizer that waits for the present step.
     """
     return not logger.disabled and level > logger.manager.disable and level >= logger.getEffectiveLevel()
 

@@ -68,7 +68,7 @@ class Store(Protocol):
         """Keep a waiter. Wake it when all messages of the present backlog, and all admitted messages, are settled."""
 
     def forget_waiter(self, waiter: Any) -> bool:
-        """Drop a waiter of `when_flushed`. Return True if it still waited for the backlog."""
+        """Drop a waiter of `when_flushed`. Return True if the waiter was still waiting for the backlog."""
 
     def next_timer(self, now: float) -> float | None:
         """Return when the limits admit the next message of the backlog; ``None`` if time alone does not allow it."""

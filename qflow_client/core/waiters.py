@@ -14,7 +14,7 @@ __all__ = ["Waiters"]
 
 
 class Waiters:
-    """The waiters of the calls in `calls`, except `send`. An engine or drop-in wakes each call by its waiter."""
+    """The waiters of the calls in `core.calls`, except `send`. An engine or drop-in wakes each call by its waiter."""
 
     __slots__ = ("_admission", "_gate", "_limits", "_reports", "settled", "steps", "unflowed")
 
@@ -33,7 +33,7 @@ class Waiters:
 
     @step
     def when_flushed(self, waiter: Any) -> bool:
-        """Keep a waiter. Wake it when all messages that are now admitted, or in the backlog of a `Store`, are settled.
+        """Keep a waiter, and wake it when all messages that are now admitted or in the `Store`'s backlog are settled.
 
         Returns:
             False if no message is unsettled. Then the waiter is not kept, and is never woken.
@@ -58,7 +58,7 @@ class Waiters:
 
     @step
     def when_unflowed(self, waiter: Any, now: float, *, in_callback: bool = False) -> bool:
-        """Keep a waiter. Wake it when the producer is unflowed.
+        """Keep a waiter, and wake it when the producer is unflowed.
 
         Args:
             in_callback: whether a callback waits. The hold for slow callbacks (`ON_DELIVERY`) may last until this
@@ -95,7 +95,7 @@ class Waiters:
         self.settled = [entry for entry in self.settled if entry[0] >= oldest]
 
     def wake_unflowed(self) -> None:
-        """If the gate is open, wake all waiters of `when_unflowed`. Otherwise wake those that ignore all its holds."""
+        """If the gate is open, wake all waiters of `when_unflowed`. Otherwise wake those that ignore all holds."""
         self._reports.wake += [waiter for ignored, waiter in self.unflowed if self._is_unflowed(ignored)]
         self.unflowed = [entry for entry in self.unflowed if not self._is_unflowed(entry[0])]
 

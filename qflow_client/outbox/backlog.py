@@ -79,7 +79,7 @@ class Backlog:
 
     @property
     def has_messages(self) -> bool:
-        """Whether messages wait on disk."""
+        """Whether messages of the backlog are not in the window yet."""
         return self.read_to < self.last or bool(self.ready)
 
     def hold(self, detail: str, now: float) -> None:
@@ -87,7 +87,7 @@ class Backlog:
         self._gate.hold(HoldKind.OUTBOX, now=now, source=_SOURCE, detail=detail)
 
     def lift(self, now: float) -> None:
-        """Lift the hold of the backlog if no message waits on disk."""
+        """Lift the hold of the backlog if the backlog is empty."""
         if not self.has_messages:
             self._gate.lift(HoldKind.OUTBOX, now=now, source=_SOURCE)
 
@@ -136,7 +136,7 @@ class Backlog:
         """Request the same part of the backlog again, because the writer could not read it."""
         request, self._requests.read = self._requests.read, None
         if request is not None and not self._protocol.channel.is_over:
-            # A new object, because the writer does not try the same object twice.
+            # The request is a new object, because the writer ignores an object that it has tried.
             self._requests.request_read(ReadRequest(*request))
 
     def feed(
@@ -292,6 +292,6 @@ class Backlog:
         self._finish_failing()
 
     def drop_admitted(self, last: int) -> None:
-        """Remove the messages up to a sequence from `ready`, because they entered the window before an interrupt."""
+        """After an interrupted step, remove from `ready` the messages up to `last`, which are in the window."""
         while self.ready and self.ready[0].sequence <= last:
             self.ready.popleft()

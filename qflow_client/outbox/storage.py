@@ -47,14 +47,14 @@ class Storage:
 
     def __init__(self, settings: ProducerSettings) -> None:
         self._settings = settings
-        # Guards the two attributes below, because one thread may close the outbox while another thread opens it.
+        # Guards `_is_closed` and `_opened`, because one thread may close the outbox while another thread opens it.
         self._lock = threading.Lock()
         self._is_closed = False
         self._opened: Outbox | None = None
         self._waits = CommitWaits()
 
     def open(self) -> None:
-        """Open the outbox. Call this once, on any thread. Raise an `OutboxError` if `close` was called meanwhile."""
+        """Open the outbox. Any thread may call this once. Raise an `OutboxError` if `close` was called meanwhile."""
         settings = self._settings
         assert settings.outbox_path is not None
         outbox = Outbox(
@@ -78,7 +78,7 @@ class Storage:
         deliver: Callable[[StoreStep], None],
         committed: Callable[[int, Exception | None], None] | None = None,
     ) -> None:
-        """Attach the outbox to the producer's protocol, which has no messages yet. No step may run during this call.
+        """Attach the outbox to the producer's protocol, which has no messages and executes no step (see `core.step`).
 
         `deliver` and `committed` are as for `Writer`; `committed` is ``None`` if only threads wait for commits.
         """

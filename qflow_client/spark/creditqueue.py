@@ -5,8 +5,8 @@ task is killed, its credits return to the queue. A task receives credits and pub
 that loses its credits with this connection cannot publish.
 
 Two more queues have the name of the credit queue plus a suffix. The queue ``.tasks`` never has messages. Each task that
-may have credits consumes from ``.tasks``, so the broker counts the tasks. If ``.tasks`` exists, the credits were
-published. The queue ``.lock`` exists while a driver checks the other two queues.
+may have credits consumes from ``.tasks``, so the number of its consumers is the number of these tasks. If ``.tasks``
+exists, the credits were published. The queue ``.lock`` exists while a driver checks the other two queues.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class CreditLine:
 
     While the task has no credits, the task's producer has the hold ``capacity``.
 
-    Use a `CreditLine` as a context manager. It closes the connection at the end, so all credits return to the queue.
+    At the end of its ``with`` block a `CreditLine` closes the connection, so all credits return to the queue.
 
     Raises:
         CreditError: the queue ``.tasks`` does not exist, or cannot be consumed.
@@ -366,8 +366,8 @@ class CreditLine:
     def _ask(self) -> None:
         """Raise an error if the credits are gone. Otherwise log the number of credits and tasks.
 
-        A credit that is on its way to the queue arrives before the next check. So it is an error only if two checks in
-        a row find no other task, and no credit in the queue or in this task.
+        A credit that is on its way to the queue arrives before the next check. So the credits are gone only if two
+        checks in a row find no other task, and no credit in the queue or in this task.
         """
         self._since = time.monotonic()
         ready, _ = _count(self._connection, self._queue) or (0, 0)

@@ -47,11 +47,11 @@ class Spool:
 
     Args:
         path: the folder, which is created if it does not exist.
-        holds: purpose of the spool, such as the name of the queue. A new folder records its purpose. A folder with
-            another purpose is refused.
+        holds: what the spool is for: for example the kind and the name of the queue. A new folder records `holds`. A
+            folder with other `holds` is refused.
 
     Raises:
-        SpoolError: the folder cannot be used, is in use by another query, or has another purpose.
+        SpoolError: the folder cannot be used, is in use by another query, or was created with other `holds`.
     """
 
     def __init__(self, path: str | Path, holds: dict[str, Any]) -> None:

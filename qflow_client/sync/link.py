@@ -212,7 +212,7 @@ class Link(ChannelIO):
             raise
 
     def close(self, timeout: float) -> None:
-        """Settle messages with the reason `GIVEN_UP`, and close the connection. After `timeout` seconds, abort it."""
+        """Settle messages with the reason `GIVEN_UP`, and close the connection; abort it after `timeout` seconds."""
         if self._thread.ident is None:
             # Ctrl-C has interrupted `open` before the start of the thread.
             self.services.close()
@@ -252,7 +252,7 @@ class Link(ChannelIO):
         finally:
             with self._lock:
                 self.ended = True
-            # Pass on the remaining events and receipts. From now on, the thread that executes a step passes them on.
+            # Pass on the remaining events and receipts. Later ones are passed on by the thread that executes the step.
             self._after()
             self.services.close()
 
@@ -381,7 +381,7 @@ class Link(ChannelIO):
         self.services.pump()
 
     def _leave_host(self, why: str) -> None:
-        """End the open connection in order to connect again."""
+        """Abort the open connection for the reason `why`. The link then connects again."""
         self._cut_for = why, False
         self._cut()
 

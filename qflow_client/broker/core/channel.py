@@ -352,7 +352,7 @@ class Channel:
                 self._owe(message.size, tag)
                 self.count_rates(message, queues)
                 if not all(queue.is_watched for queue in queues):
-                    # Each `Target` is resolved again. So later messages use this method too, and do not overtake.
+                    # Channels now resolve each `Target` again. So later messages come here too, and do not overtake.
                     self.router.version += 1
                 self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
             elif not is_counted:
@@ -384,7 +384,7 @@ class Channel:
 
     def admit(self, waiting: WaitingPublish) -> None:
         self.waiting.pop(waiting, None)
-        # A message with a tag stays in the backlog until its confirm is released (D7).
+        # A message with a tag stays in the connection's backlog until its confirm is released (D7).
         if not waiting.tag:
             self.flow.repay(waiting.message.size)
         self._enqueue(waiting.message, waiting.queues, waiting.tag)
@@ -500,7 +500,7 @@ class Channel:
         """Close the channel with an error. `cause` has the class id and method id of the method at fault."""
         if self.is_closing:
             return
-        # If the code cannot be encoded, this raises an error before the channel ends.
+        # Encode the frame first: if the code cannot be encoded, the channel must not end.
         close = wire.close(self.number, code, text, cause)
         self.end()
         self.output.write(close)

@@ -90,7 +90,7 @@ class Dispatcher:
             self.wake(next(iter(self.consumers)))
 
     def cancel_all_in_steps(self) -> Iterator[None]:
-        """Cancel all consumers, because the queue is deleted. Each step cancels one consumer."""
+        """Cancel all consumers, because the queue is deleted. Each iteration cancels one consumer."""
         consumers = tuple(self.consumers)
         self.consumers.clear()
         self.active.clear()
@@ -165,7 +165,7 @@ class Dispatcher:
             dropping.wake()
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
-        """Take the next ready entry; with `no_ack` it leaves. ``None`` if there is none, or more have to be dropped."""
+        """Take the next ready entry, with `no_ack` for good. ``None`` if none is ready, or if `Dropping.is_behind`."""
         contents, dropping = self._contents, self._dropping
         dropping.expire()
         entry = contents.first()

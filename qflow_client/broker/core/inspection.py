@@ -196,7 +196,7 @@ class InspectableBroker(EmbeddedBroker):
     async def wait_until_durable_async(self, *, topology_only: bool = False) -> None:
         """Wait until all durable changes made so far are on disk. Without a store, return immediately.
 
-        This method can run on any loop, also on the broker's own loop. There, other methods do not wait for the disk.
+        This method can run on any loop. On the broker's own loop, the other methods do not wait for the disk.
 
         Args:
             topology_only: whether to wait only for changes of queues, exchanges and bindings.

@@ -61,7 +61,7 @@ def read_login(mechanism: str, response: str | bytes) -> Login | None:
 
 
 def _read_amqplain(raw: bytes) -> Login:
-    """Read a login from the encoded fields of a table. The response does not begin with the size of the table."""
+    """Read a login from the encoded fields of a table. AMQPLAIN does not send the table's size."""
     try:
         fields = decode_table(len(raw).to_bytes(4, "big") + raw, 0)[0]
     except UNDECODABLE:

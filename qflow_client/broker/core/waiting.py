@@ -138,7 +138,7 @@ class WaitingRoom:
             if left <= 0:
                 queue.note_waiting(now)
                 break
-            # While entries are leaving the queue, `refusal` removes a slice of them. So stop after this message.
+            # While entries are leaving the queue, `refusal` removes many of them. So stop after this message.
             left -= self.AT_ONCE if queue.contents.leaving else len(waiting.queues)
             queues = tuple(each for each in waiting.queues if not each.is_deleted)
             refused: Refusal | None
@@ -147,7 +147,7 @@ class WaitingRoom:
             else:
                 refused = refusal(queues, waiting.message.size, has_line=False)
                 if refused is not None and any(_makes_wait(each, waiting.message.size) for each in queues):
-                    # The queues that refuse the message now can have room later.
+                    # Wait: each queue that refuses the message now can have room later.
                     refused = refused._replace(waits=True)
             if refused is None:
                 self.stop(waiting)

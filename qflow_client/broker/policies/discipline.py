@@ -1,10 +1,10 @@
 """Limits the backlog of connections, and acts against clients that ignore ``Channel.Flow`` (D7 D8).
 
 The backlog of a connection has the messages that wait for room in a queue, and those whose confirms are held (delayed).
-While something other than the backlog, such as a full queue, blocks (flows) a channel, the backlog has the channel's
-new messages too. If the backlog exceeds its limit, all publishing channels of the connection are blocked. A message is
-late if it comes at least `flow_grace` seconds after its channel was blocked. After configured numbers of late messages,
-the broker stops reading from the connection for a while (tarpit), or closes the channel or the connection.
+While a channel is blocked (flowed) for a reason other than the backlog, such as a full queue, the backlog has its new
+messages too. If the backlog exceeds its limit, all publishing channels of the connection are blocked. A message is late
+if it comes at least `flow_grace` seconds after its channel was blocked. After configured numbers of late messages, the
+broker stops reading from the connection for a while (tarpit), or closes the channel or the connection.
 """
 
 from __future__ import annotations
