@@ -253,7 +253,7 @@ class BaseEngine(ABC):
         """Pass the protocol's reports to the application."""
 
     def take_news(self) -> tuple[list[Receipt], list[Any], list[LogEntry]]:
-        """Remove and return settled receipts, waiters to wake, and log entries. No other thread is in a step."""
+        """Remove and return settled receipts, waiters to wake, and log entries. No other step runs."""
         protocol = self.protocol
         reports = protocol.reports
         settled = protocol.take_settled(_monotonic()) if reports.settled else []
@@ -275,8 +275,7 @@ class BaseEngine(ABC):
         self.step(lambda protocol: protocol.reported(count, _monotonic()))
 
     def take_failures(self) -> tuple[list[Receipt], int]:
-        """Remove and return the unseen failed receipts, and the number of dropped ones. No other thread is in a
-        step."""
+        """Remove and return the unseen failed receipts, and the number of dropped ones. No other step runs."""
         reports = self.protocol.reports
         return reports.take_failures(), reports.take_dropped()
 

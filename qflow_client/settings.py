@@ -507,7 +507,7 @@ class ProducerSettings:
         environ: Mapping[str, str] | None = None,
         **keywords: Any,
     ) -> ProducerSettings:
-        """Collect the settings from all sources. Each setting comes from the first source that has it.
+        """Collect the settings from all sources. The order of the sources is in the docstring of the module.
 
         Args:
             url: value of the setting ``url``; ``None`` if it is not given.
@@ -517,7 +517,7 @@ class ProducerSettings:
 
         Raises:
             SettingsError: a value is not allowed, or a name is not a setting.
-            TypeError: `settings` is not a `ProducerSettings` or ``None``.
+            TypeError: `settings` is neither a `ProducerSettings` nor ``None``.
         """
         check_argument(
             "settings", settings, settings is None or isinstance(settings, cls), "a ProducerSettings or None"
@@ -585,7 +585,7 @@ def check_setting(name: str, value: Any) -> None:
 
 
 def check_argument(name: str, value: object, is_allowed: bool, allowed: str) -> None:
-    """Raise a `TypeError` if the value of an argument is not allowed. For a setting, use `check_setting`."""
+    """Raise a `TypeError` if the value of an argument is not allowed. `check_setting` checks the value of a setting."""
     if not is_allowed:
         raise TypeError(f"{name}={shown(value)}: it must be {allowed}")
 

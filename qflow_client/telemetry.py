@@ -123,7 +123,7 @@ class Observer:
         self._histogram = histogram
         # Destination names by exchange and routing key.
         self._destinations: dict[tuple[str, str], str] = {}
-        # By destination and outcome, the longest duration since `_recorded_at`, when durations were last recorded.
+        # By destination and outcome, the longest duration that is not recorded yet.
         self._durations: dict[tuple[str | None, Outcome], float] = {}
         self._recorded_at = 0.0
         # Spans to end: the span, the receipt, the time in nanoseconds since 1970, and the attributes to add.
@@ -436,7 +436,7 @@ class _Metrics:
         self._observers: set[Observer] = set()
         # The counts of ended producers, by instrument.
         self._past: dict[str, _Series] = {name: {} for name, _, _, _ in _COUNTERS}
-        # The API creates proxies of instruments, so the application can set a provider later.
+        # The API creates proxies of instruments, so the application can set a meter provider later.
         meter = metrics.get_meter("qflow_client", _version(), schema_url=SCHEMA_URL)
         for name, unit, words, read in _COUNTERS:
             meter.create_observable_counter(name, [self._callback(read, self._past[name])], unit, words)
@@ -448,7 +448,7 @@ class _Metrics:
                 "messaging.client.operation.duration", "s", words, explicit_bucket_boundaries_advisory=_BUCKETS
             )
         except TypeError:
-            # Older versions of the API cannot suggest buckets. There, the application has to set them.
+            # Older versions of the API cannot suggest buckets. With them, the application has to set the buckets.
             self.histogram = meter.create_histogram("messaging.client.operation.duration", "s", words)
 
     def _callback(self, read: _Read, past: _Series) -> Callable[[CallbackOptions], list[Observation]]:
@@ -530,7 +530,7 @@ class RelayMetrics:
     """The metrics of one outbox relay.
 
     Args:
-        backlog: returns the number of waiting rows and the age of the oldest in seconds; ``None`` if it is unknown.
+        backlog: returns the number of waiting rows and the age of the oldest in seconds; ``None`` if both are unknown.
     """
 
     def __init__(self, name: str, backlog: Callable[[], tuple[float, float] | None]) -> None:

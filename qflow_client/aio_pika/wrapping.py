@@ -300,7 +300,7 @@ def wrap(target: _ConnectionT) -> _ConnectionT: ...
 def wrap(target: Any) -> Any:
     """Add flow control to a connection or a channel of aio-pika.
 
-    From now on, `publish` of the channel's exchanges waits like `publish` of `qflow_client.aio_pika`, even after a
+    After this call, `publish` of the channel's exchanges waits like `publish` of `qflow_client.aio_pika`, even after a
     robust connection has restored the channel. If you wrap a connection, only the channels that it opens later get flow
     control. So wrap the existing channels too. A wrapped channel differs from a channel of `qflow_client.aio_pika`:
 
@@ -319,7 +319,7 @@ def wrap(target: Any) -> Any:
 
     Raises:
         TypeError: `target` is no connection or channel of aio-pika.
-        ValueError: the object is not open, or the channel has unconfirmed messages.
+        ValueError: `target` is not open, or is a channel with unconfirmed messages.
         RuntimeError: no event loop is running.
     """
     if isinstance(target, aio_pika.Connection):

@@ -305,8 +305,7 @@ class Tap:
 
     @property
     def frame_max(self) -> int:
-        """Maximum size of the broker's frames in bytes; 0 for no limit. The owner of the tap sets the negotiated
-        size."""
+        """Maximum size of the broker's frames in bytes; 0 for no limit. The caller sets the negotiated size."""
         return self._splitter.frame_max
 
     @frame_max.setter

@@ -188,7 +188,7 @@ class RateLimiter(Limiter):
 
     The limiter works like a bucket that fills at `rate`, up to `burst`. Each element takes its cost out of the bucket.
     The limiter stores the time when the bucket will be full, as the generic cell rate algorithm does (ITU-T I.371). If
-    an element passes too early (F3), the missing part of its cost is a debt. Its source can go on when the debt is 0.
+    an element passes too early (F3), the missing part of its cost is a debt. The source waits until the debt is 0.
 
     Args:
         rate: elements per second, or size per second if `by_size`; more than 0.

@@ -173,7 +173,7 @@ class Wire:
         self._at = 0
         # Maximum seconds of py-amqp's next read.
         self._patience: float | None = None
-        # Held during each write, because threads of a pool acknowledge on a connection that another thread uses.
+        # Held during each write, because other threads of a worker pool may acknowledge on this connection.
         self._writing = threading.RLock()
         # True during a write, and after an interrupted write, because it is unknown how much of it was written.
         self._is_torn = False
@@ -239,7 +239,7 @@ class Wire:
             self._patience = before
 
     def read_frame(self, unpack: Any = None) -> tuple[int, int, bytes]:
-        """Return the next frame, like py-amqp."""
+        """Return py-amqp's next frame, after all functions in `later` were called."""
         while (found := self.next_frame(self._patience)) is None:
             self.later.popleft()()
         return found

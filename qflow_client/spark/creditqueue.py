@@ -300,7 +300,7 @@ class CreditLine:
                 if not self._channel.is_open:
                     raise pika.exceptions.ChannelWrongStateError("Channel is closed.")
         except pika.exceptions.AMQPError as error:
-            # If the whole connection has ended, the producer reports it.
+            # If the whole connection has ended, the producer reports the loss.
             if self._connection.is_open:
                 self._error = CreditError(
                     f"the channel with the credits from queue {self._queue!r} was closed: {error!r}"
@@ -322,7 +322,7 @@ class CreditLine:
             self._channel.basic_qos(prefetch_count=number_of_credits(self._capacity) + 1)
             self._consumer_tag = self._channel.basic_consume(self._queue, self._take)
         elif self._consumer_tag is not None and not purse.wants:
-            # pika rejects credits that arrive before the broker's answer, so these credits return to the queue.
+            # pika rejects credits that arrive before ``Basic.Cancel-Ok``, so these credits return to the queue.
             self._channel.basic_cancel(self._consumer_tag)
             self._consumer_tag = None
         tags = purse.release(producer.unsettled)

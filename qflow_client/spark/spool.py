@@ -131,7 +131,7 @@ class Spool:
 
     @property
     def begin(self) -> int:
-        """The first offset that is not deleted."""
+        """The offset of the first message that is not deleted."""
         return self._starts[0] if self._starts else self.end
 
     @property
@@ -152,7 +152,7 @@ class Spool:
         self.end = start + count
 
     def mark_acknowledged(self, before: int) -> None:
-        """Record on disk that messages before an offset may have been acknowledged. Call this before the ack."""
+        """Record on disk, before the ack, that messages before an offset may have been acknowledged."""
         if before > self.acknowledged:
             self._write_state("marks", {"acknowledged": before})
             self.acknowledged = before

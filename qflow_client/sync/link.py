@@ -324,7 +324,7 @@ class Link(ChannelIO):
                     channel.connection.channel(on_open_callback=lambda other: self._declare(other, declarations))
                     return
                 is_final = declaration.is_final(reason.reply_code)
-                # If the broker has closed the connection, but the reply code is not final, `_on_close` handles this.
+                # If the broker closed the connection, and the reply code is not final, `_on_close` handles the loss.
                 if is_final or isinstance(reason, ChannelClosedByBroker):
                     self._fail(declaration.refusal(f"{reason.reply_code} {reason.reply_text}"), final=is_final)
             elif channel.connection.is_open and not self._leaves:

@@ -56,7 +56,7 @@ _HAS_ADDRESSES = HAS_HEADERS | HAS_REPLY_TO
 
 
 class ChannelSession(DeliveringSession, FlowingSession, Protocol):
-    """The part of the connection that a channel needs."""
+    """The methods and attributes of a `Session` that a channel uses."""
 
     dialect: Dialect
     controls: Controls
@@ -477,7 +477,7 @@ class Channel:
         """Settle the deliveries of an ack, nack or reject, or add the deliveries to the open transaction.
 
         Raises:
-            ChannelException: 406 if there is no such delivery.
+            ChannelException: 406 if there is no unsettled delivery with this tag.
             FrameWaitsError: this call has handled only the oldest deliveries, because there are too many for one call.
         """
         deliveries = self.consuming.take(tag, multiple=multiple)

@@ -31,9 +31,9 @@ class _Record:
         self.arrived = self.arrived_bytes = self.left = self.left_bytes = 0
         # Number of arrived messages for each publisher, not added to `pending` and `filled_by` yet.
         self.arrivals: dict[str, int] = {}
-        # Number of arrived messages for each publisher since the previous ``depth`` line, without `arrivals`.
+        # Number of arrived messages for each publisher since the previous ``depth`` line, without those in `arrivals`.
         self.pending: dict[str, int] = {}
-        # Number of arrived messages for each publisher since the queue last turned OFF, without `arrivals`.
+        # Number of arrived messages for each publisher since the queue last turned OFF, without those in `arrivals`.
         self.filled_by: dict[str, int] = {}
         self.peak, self.peak_bytes = depth, size
         # Time at which the queue turned ON, in microseconds since 1970. None while the queue is OFF.
@@ -274,7 +274,7 @@ def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
 
 
 def _marks(queue: QueueView) -> dict[str, int]:
-    """Return the thresholds of a queue. If there is no stop threshold in bytes, the capacities take its place."""
+    """Return the thresholds of a queue. Without a stop threshold in bytes, use the first `Capacity`."""
     marks = {"stop": 0, "resume": 0, "stop_bytes": 0, "resume_bytes": 0}
     for thresholds in queue.thresholds:
         if isinstance(thresholds, StopResume):

@@ -281,7 +281,7 @@ class BodyReader:
     """Reads bodies from the file of a store, even while a `Store` writes. Only one thread at a time may use a reader.
 
     Raises:
-        StoreError: the file cannot be opened. `read` also raises it, if the file cannot be read.
+        StoreError: the file cannot be opened or, in `read`, cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
