@@ -83,7 +83,7 @@ class Broker(InspectableBroker):
         Raises:
             ChannelException: 403 if the name is reserved. 406 if the queue exists with other settings, if the broker
                 refuses the arguments, or if the maximum number of queues is reached.
-            TypeError, ValueError: the name is no AMQP short string.
+            TypeError, ValueError: the name is not an AMQP short string.
         """
         _check_names(name=name)
         queue = self._host.declare_queue(name, durable=durable, auto_delete=auto_delete, arguments=arguments)
@@ -123,7 +123,7 @@ class Broker(InspectableBroker):
             ChannelException: 403 if the name is reserved. 406 if the exchange exists with other settings, or if the
                 broker refuses the arguments.
             ConnectionException: 503 if the type does not exist.
-            TypeError, ValueError: the name is no AMQP short string.
+            TypeError, ValueError: the name is not an AMQP short string.
         """
         _check_names(name=name)
         exchange = self._host.topology.declare_exchange(
@@ -162,7 +162,7 @@ class Broker(InspectableBroker):
         Raises:
             ChannelException: 403 for the default exchange. 404 if the queue or an exchange does not exist. 406 if the
                 exchange cannot use the arguments, or if the maximum number or size of bindings is reached.
-            TypeError, ValueError: the routing key is no AMQP short string.
+            TypeError, ValueError: the routing key is not an AMQP short string.
         """
         _check_names(routing_key=routing_key)
         self._host.topology.bind(self._end(destination, destination_type), source, routing_key, arguments)
@@ -244,7 +244,7 @@ class Broker(InspectableBroker):
             ChannelException: 403 if the exchange is internal. 404 if there is no such exchange. 406 if the message is
                 too large, has an invalid ``expiration``, asks for copies (``CC``, ``BCC``) or direct replies, or has a
                 route that takes too long. 506 if a queue refuses the message.
-            TypeError, ValueError: the body is not bytes, or a name or key is no AMQP short string.
+            TypeError, ValueError: the body is not bytes, or a name or key is not an AMQP short string.
         """
         if not isinstance(body, bytes):
             raise TypeError(f"body must be bytes, not {type(body).__name__}: {body!r:.40}")

@@ -141,7 +141,7 @@ class InspectableBroker(EmbeddedBroker):
         """Yield a snapshot of each binding, grouped by exchange."""
         for exchange in tuple(self._host.topology.exchanges.values()):
             for binding in tuple(exchange.bindings.values()):
-                # Skip bindings from a deleted exchange, and bindings to a deleted destination (removed in slices).
+                # Skip bindings of deleted exchanges and destinations, which the broker removes little by little.
                 is_deleted = exchange.is_deleted or binding.destination.is_deleted
                 if not is_deleted and exchange.bindings.get(binding.key) is binding:
                     yield binding_snapshot(exchange, binding)
@@ -174,12 +174,12 @@ class InspectableBroker(EmbeddedBroker):
         """Wait until a condition is true. The condition is checked after each change of the broker's state.
 
         Args:
-            predicate: takes the broker and returns the condition; runs on the calling thread.
+            predicate: function of the broker that returns whether the condition is true. It runs on the calling thread.
             timeout: seconds.
 
         Raises:
             TimeoutError: the condition did not become true; the text describes the queues and channels.
-            RuntimeError: called in a task or on the broker's loop, so it would block. Use `wait_until_async` there.
+            RuntimeError: a task or the broker's loop called this method, which would block it; use `wait_until_async`.
         """
         self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
 
