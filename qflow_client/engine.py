@@ -4,7 +4,7 @@ The application refers to a producer, and the producer refers to its engine. The
 the engine, and not to the producer. So a producer that the application drops without a close can be collected. The
 engine then ends by itself (`abandon`): it admits no more messages, delivers the admitted ones, and disconnects.
 
-A *step* is one change of the protocol's state (`step`, `try_step`). Then `after` passes the reports to the application.
+A *step* is one change of the protocol's state (`step`, `try_step`). `after` passes a step's reports to the application.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class BaseEngine(ABC):
         *,
         waits: bool = True,
     ) -> None:
-        """Raise an error if the call runs in an event loop that is not the producer's, so it could not wake its tasks.
+        """Raise an error in an event loop other than the producer's, whose tasks the producer could not wake.
 
         Args:
             payload: message for the error; ``None`` for a call without a message.
@@ -253,7 +253,7 @@ class BaseEngine(ABC):
         """Pass the protocol's reports to the application."""
 
     def take_news(self) -> tuple[list[Receipt], list[Any], list[LogEntry]]:
-        """Remove and return settled receipts, waiters to wake, and log entries. No other step runs."""
+        """Remove and return settled receipts, waiters to wake, and log entries. No other step may run."""
         protocol = self.protocol
         reports = protocol.reports
         settled = protocol.take_settled(_monotonic()) if reports.settled else []
@@ -275,7 +275,7 @@ class BaseEngine(ABC):
         self.step(lambda protocol: protocol.reported(count, _monotonic()))
 
     def take_failures(self) -> tuple[list[Receipt], int]:
-        """Remove and return the unseen failed receipts, and the number of dropped ones. No other step runs."""
+        """Remove and return the unseen failed receipts, and the number of dropped ones. No other step may run."""
         reports = self.protocol.reports
         return reports.take_failures(), reports.take_dropped()
 

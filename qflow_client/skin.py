@@ -74,7 +74,7 @@ class _Default:
 
 DEFAULT: Any = _Default()
 
-# `close` waits at most this number of seconds for the broker's answer, and then as long for running flow callbacks.
+# `close` waits at most this number of seconds for the broker's answer, and then at most as long for flow callbacks.
 GOOD_BYE = 3.0
 # Maximum seconds of each wait if the timeout of `close` has expired, or if an error ends the producer.
 BRIEF = 0.3
@@ -385,7 +385,7 @@ def log_failed_try(name: str, url: str, why: str, pause: float) -> None:
 
 
 def log_connected(name: str, url: str, why: str) -> None:
-    """Log that the producer is connected. `why` says why it was not connected: a loss, or `NOT_CONNECTED`."""
+    """Log that the producer is connected. `why` is why it was not connected before: a loss, or `NOT_CONNECTED`."""
     words = "%s: connected to %s" if why == NOT_CONNECTED else "%s: connected again to %s"
     log(logging.WARNING, words, name, url)
 

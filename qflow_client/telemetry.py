@@ -457,7 +457,7 @@ class _Metrics:
                 series = dict(past)
                 # Use a copy, because the garbage collector may end a producer during the loop.
                 for observer in tuple(self._observers):
-                    # This collection shows that there is an SDK now. So the producer has to use its observer.
+                    # An SDK collects metrics now, so the producer has to use its observer.
                     observer.protocol.admission.observer = observer
                     observer.record()
                     _add(series, read(observer))

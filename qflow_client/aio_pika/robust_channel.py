@@ -18,7 +18,7 @@ __all__ = ["RobustChannel"]
 
 
 class _Exchange(aio_pika.RobustExchange):
-    """An exchange of a robust channel. Without a connection, `publish` waits, but not longer than its time limit."""
+    """An exchange of a robust channel. Without a connection, `publish` waits for one, see `ChannelFlow`."""
 
     # Attributes of aio-pika's class.
     channel: Any
@@ -50,7 +50,7 @@ class _Exchange(aio_pika.RobustExchange):
 
 
 class RobustChannel(Channel, _aio_pika.RobustChannel):
-    """aio-pika's `RobustChannel`. While the channel is blocked (flowed), `publish` waits, up to its limit.
+    """aio-pika's `RobustChannel`. While the channel is blocked (flowed), `publish` waits, see `ChannelFlow`.
 
     With ``on_disconnect="republish"``, `publish` waits after a lost connection until aio-pika has restored the channel.
     The loss lifts the holds of the lost channel. On the new channel, flow control starts before the first message.

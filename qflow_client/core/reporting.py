@@ -142,7 +142,7 @@ class Reports:
     # Receipts.
 
     def settle_unadmitted(self, receipt: Receipt, outcome: Outcome) -> None:
-        """Settle a receipt that uses no room in the window."""
+        """Settle the receipt of a message that is not in the window."""
         receipt._outcome = outcome
         if receipt._waiter is not None:
             self.wake.append(receipt._waiter)

@@ -8,7 +8,7 @@ __all__ = ["OutboxConfig"]
 
 
 class OutboxConfig(AppConfig):
-    """The Django application, which has tables but no models."""
+    """The Django application. Its migrations create the tables of the outbox and the inbox. It has no models."""
 
     name = "qflow_client.django"
     label = "qflow_outbox"

@@ -158,7 +158,7 @@ class WindowLimiter(_CapacityLimiter):
 
 
 class SizeLimiter(_CapacityLimiter):
-    """Limits the total size inside to `capacity` (F2 C6). `try_add` admits a larger element only if nothing is inside.
+    """Limits the total size of the elements inside (F2 C6). `try_add` admits a larger one only if nothing is inside.
 
     Args:
         capacity: maximum total size, at least 1.

@@ -295,7 +295,7 @@ class Wire:
 
     @property
     def has_news(self) -> bool:
-        """Whether py-amqp has work before the next delivery: a function in `later`, or another frame."""
+        """Whether a function in `later`, or a frame that is not a ``Basic.Deliver``, comes next for py-amqp."""
         if self.later:
             return True
         at, frames = self._at, self._frames

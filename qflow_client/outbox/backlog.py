@@ -36,7 +36,7 @@ __all__ = ["Backlog"]
 # The source of the hold that makes new messages wait for the backlog.
 _SOURCE = "backlog"
 
-# The next part is requested when `ready` has at most this number of messages.
+# The next part of the backlog is requested when `ready` has at most this number of messages.
 _FEW = 250
 
 
@@ -60,7 +60,7 @@ class Backlog:
         self._limits = limits
         #: The class of receipts for messages that wait on disk.
         self.spilled_type = spilled_type
-        # The prefix of the ids of spilled messages. The sequence follows, because a message has no other number yet.
+        # The prefix of the ids of spilled messages. The sequence follows, because a spilled message has no number.
         self._spill_prefix = f"{(protocol.admission.id_prefix or '-')[:-1]}+"
         #: The last sequence of the backlog; 0 if there never was a backlog.
         self.last = outbox.last if len(outbox) else 0
@@ -170,7 +170,7 @@ class Backlog:
             self.read_to = max(self.read_to, request.upto)
 
     def admit(self, now: float) -> None:
-        """Move messages of `ready` into the window if the limits allow it. Settle those that have become too old."""
+        """Move messages of `ready` into the window if the limits allow it. Settle messages that are too old."""
         # After the end of the producer the window has room, but the messages must stay on disk for the next producer.
         if self._protocol.channel.is_over or not (self.has_messages or self._gate.is_held_by(HoldKind.OUTBOX)):
             return

@@ -28,7 +28,7 @@ GRACE = 0.5
 # A call with fewer seconds until its deadline lets the writer commit, to return in time even if the disk hangs. Other
 # calls commit on their own threads, which is faster: 10,500 against 3,700 messages a second with one thread.
 _SHORT = 10.0
-# `close` stops waiting for another process this number of seconds before its timeout, to close the file in time.
+# `close` waits for another process's lock only until this number of seconds before its timeout, to end in time.
 _CLOSING = 0.2
 
 

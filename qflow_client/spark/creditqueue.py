@@ -224,7 +224,7 @@ class CreditLine:
     def __init__(self, settings: ProducerSettings, queue: str) -> None:
         self._queue = queue
         self._capacity = _capacity_of(settings)
-        # Number of messages sent so far, and number at the end of the current `use`. The task's thread sets both.
+        # Number of messages sent so far, and the number after the current `use`. The task's thread sets both.
         self._sent = self._goal = 0
         self._purse = Purse()
         # Maps the delivery tag of each credit of the task to the number of the credit.
@@ -235,7 +235,7 @@ class CreditLine:
         self._window = 0
         # Tag of the consumer of credits; None if there is no consumer.
         self._consumer_tag: str | None = None
-        # Last time when the task had credits, needed no credits, or called `_ask`.
+        # Monotonic time at which the task last had credits, needed no credits, or called `_ask`.
         self._since = time.monotonic()
         # Whether all credits were missing in the last call of `_ask`.
         self._missed = False

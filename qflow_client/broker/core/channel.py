@@ -1,7 +1,7 @@
 """`Channel` is one AMQP channel, sans-I/O. The session passes the frames of an open channel to its `Channel`.
 
 A published message consists of a method, a header and bodies. When the message is complete, `Channel._finish`
-resolves its `Target` (see `exchange.py`) if the target is new or the topology has changed. There are then three cases:
+resolves its `Target` (see `exchange.py`) if the target is new or the topology has changed. There are three cases:
 
 - In transaction mode the message goes into the open transaction.
 - If `Target.watched` or `Controls.watches_publishes` is true, `Channel._publish_watched` asks all queues whether they

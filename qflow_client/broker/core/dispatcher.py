@@ -165,7 +165,7 @@ class Dispatcher:
             dropping.wake()
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
-        """Take the next ready entry, with `no_ack` for good. ``None`` if none is ready, or if `Dropping.is_behind`."""
+        """Take the next ready entry, unacked unless `no_ack`. ``None`` if none is ready, or if `Dropping.is_behind`."""
         contents, dropping = self._contents, self._dropping
         dropping.expire()
         entry = contents.first()

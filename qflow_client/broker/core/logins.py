@@ -100,7 +100,7 @@ class Logins:
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
         self._key = token_bytes(32)
-        #: Calls the first function (takes 50 ms), then the second with the result. The server's `run` uses a thread.
+        #: Calls the first function (about 50 ms), then the second with the result. The server's `run` uses a thread.
         self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
 
     def check(self, login: Login, address: str, now: float, done: Callable[[float], None]) -> None:

@@ -30,7 +30,7 @@ class Refusal(NamedTuple):
 
     Attributes:
         queue: the queue that refuses the message.
-        reason: text for people.
+        reason: the text for the client.
         waits: whether the message waits for room instead of being refused.
     """
 
