@@ -301,7 +301,7 @@ class BaseEngine(ABC):
         return UndeliveredMessages(failures, stored=stored, dropped=dropped)
 
     def abandon(self) -> None:
-        """End the engine, because its producer was collected.
+        """End the engine, because the garbage collector removes its producer.
 
         The producer's finalizer calls this method, on any thread and possibly inside a step. So it must not wait.
         """

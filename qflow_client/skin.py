@@ -281,7 +281,7 @@ class Listeners(Generic[_Events]):
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        # The subscriptions by the argument `key` of `add`. A callback is no key, because it may be registered twice.
+        # The subscriptions by the argument `key` of `add`. The callback is not the key: it may be registered twice.
         self._callbacks: dict[object, Subscription] = {}
         #: The iterators and their hold kinds. An iterator that the application has dropped is removed.
         self.iterators: WeakKeyDictionary[_Events, frozenset[str] | None] = WeakKeyDictionary()
@@ -448,7 +448,7 @@ class Deliveries:
 
 
 def good_bye_until(deadline: float) -> float:
-    """Return the seconds for the end of a connection: until `deadline`, at least `BRIEF`, at most `GOOD_BYE`."""
+    """Return the seconds to wait for a close: until `deadline`, at least `BRIEF`, at most `GOOD_BYE`."""
     return max(BRIEF, min(GOOD_BYE, deadline - time.monotonic()))
 
 

@@ -184,7 +184,7 @@ class QueueCarrier:
         self._after = bool
 
     def pass_event(self, change: Callable[[ProducerProtocol, float], object]) -> None:
-        """Pass an event to the protocol, report its consequences, and write the output."""
+        """Pass an event to the protocol, pass on the protocol's reports, and write the output."""
         if self._protocol is not None:
             change(self._protocol, _monotonic())
             self._after()
@@ -307,7 +307,7 @@ def wrap(target: Any) -> Any:
     - If the socket accepts no bytes, asyncio buffers 64 KiB or more. For a buffered message, `publish` raises
       `ConfirmTimeout`, not `FlowControlTimeout`, and the message may still be sent later.
     - If the broker already blocks the connection before this call, the broker's reason is not known.
-    - While the broker blocks the connection, `connection.close()` has no time limit. `channel.close()` has a limit.
+    - While the broker blocks the connection, `connection.close()` has no time limit. `channel.close()` has one.
     - The settings come from the environment, not from the connection's URL.
     - A wrapped channel is slower, because aiormq's queues and tasks transfer every confirm.
 

@@ -173,7 +173,7 @@ class Tap:
         self._channels: dict[int, TapChannel] = {}
         # The attached channels, by the first bytes of their Basic.Ack frames.
         self._acked: dict[bytes, TapChannel] = {}
-        # The channels that are allowed to begin messages.
+        # The attached channels that may begin messages: those for which `closes` was not called.
         self._writers: dict[int, TapChannel] = {}
         # The states from ``Channel.Flow`` frames, for each channel that is being opened. `attach` reports them.
         self._expected: dict[int, list[bool]] = {}
@@ -189,7 +189,7 @@ class Tap:
         self._blocked: str | None = None
         # The error in the broker's data, after which `received` takes no more data; ``None`` without an error.
         self.error: FrameError | None = None
-        # The broker's reply code and text in ``Connection.Close``; ``None`` if it was not received.
+        # The broker's reply code and text in ``Connection.Close``; ``None`` before this frame is received.
         self.closed: str | None = None
         #: When the broker last sent data.
         self.heard_at = 0.0
@@ -217,7 +217,7 @@ class Tap:
     def expect(self, number: int) -> None:
         """Keep the ``Channel.Flow`` frames for a channel that is being opened, until `attach` is called.
 
-        A broker may stop a channel immediately when it opens the channel, before this package can attach the channel.
+        The broker may stop the channel as soon as the channel is open, before this package can call `attach`.
         """
         self._expected[number] = []
 

@@ -35,7 +35,7 @@ _LOG_LEVELS: dict[str, int] = {
     HoldKind.REFUSED: logging.WARNING,
 }
 
-# `Reports._sweep` is not worth its cost with fewer failures than this.
+# With fewer failures than this, `Reports._sweep` costs more than it saves.
 _SWEEP_FROM = 64
 
 

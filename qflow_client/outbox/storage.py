@@ -35,7 +35,7 @@ _CLOSING = 0.2
 class Storage:
     """Opens the outbox of a producer, attaches it to the producer's protocol, and closes it.
 
-    The producer creates this object first and then calls `open`. So it can call `close` even if `open` is interrupted.
+    The producer creates this object before it calls `open`. So `close` is possible even if `open` is interrupted.
     """
 
     #: The open outbox; set by `open`.

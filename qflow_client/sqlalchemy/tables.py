@@ -69,7 +69,7 @@ def _compile_default(_element: _TransactionId, _compiler: Any, **_: Any) -> str:
 
 @compiles(_TransactionId, "postgresql")
 def _compile_postgresql(_element: _TransactionId, _compiler: Any, **_: Any) -> str:
-    # Use bigint instead of xid8, because every driver can read it and compare it with the numbers of a snapshot.
+    # Use bigint instead of xid8, because every driver can read and send it, to compare it with a snapshot.
     return "(pg_current_xact_id()::text::bigint)"
 
 

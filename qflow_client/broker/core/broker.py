@@ -277,7 +277,7 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def block(self, reason: str = "blocked by the operator", connection: str | None = None) -> None:
-        """Raise an alarm of the operator, and inform clients of it. The profile defines how clients are informed.
+        """Raise the operator's alarm, and inform clients of it. The profile defines how clients are informed.
 
         In the profile ``qflow``, each client that announced the capability gets ``Connection.Blocked``. This is only a
         notice: the broker still accepts published messages. The other profiles send ``Channel.Flow`` to producers, or

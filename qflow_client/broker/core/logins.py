@@ -28,7 +28,7 @@ from qflow_client.broker.core.wire import UNDECODABLE
 
 __all__ = ["MECHANISMS", "FailedLogins", "Login", "Logins", "login_refusal", "read_login"]
 
-#: The mechanisms for ``Connection.Start``. Many clients use the first mechanism that they support.
+#: The mechanisms for ``Connection.Start``, in this order: many clients use the first mechanism that they support.
 MECHANISMS = "PLAIN AMQPLAIN"
 
 
@@ -218,7 +218,7 @@ class FailedLogins:
             del self._clear_at[next(iter(self._clear_at))]
 
     def forgive(self, address: str) -> None:
-        """Forget the failed login that `Logins.check` counted before it found the password right."""
+        """Forget the failed login that `Logins.check` counted before the check, because the password is right."""
         key = _network(address)
         if key in self._clear_at:
             self._clear_at[key] -= self.INTERVAL

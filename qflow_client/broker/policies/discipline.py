@@ -54,7 +54,7 @@ class Discipline:
         self.backlog.release(size, count)
 
     def check(self, source: ChannelFlow, now: float) -> None:
-        """Count a message on a blocked (flowed) channel if it is late. If too many are late, act against the client.
+        """Count a message on a blocked (flowed) channel if it is late. If too many are late, use a sanction.
 
         Raises:
             ChannelException: 311 after more than `close_channel_after` late messages since the channel was blocked.

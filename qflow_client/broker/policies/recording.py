@@ -1,9 +1,9 @@
 """Creates the lines that a broker writes to its flow log.
 
 Here a hold is a time in which a channel is blocked (flowed), or a queue delays the channel's confirms. The recorder
-writes a line when a queue turns ON or OFF, and when a hold begins or ends. At the end of each period it writes a line
-for each current hold, and a line for each queue that has messages or has changed. If a queue causes the hold, each line
-after the first divides the time since the previous line among the publishers that filled the queue.
+writes a line when a queue turns ON or OFF, and when a hold begins or ends. At the end of each period the recorder
+writes a line for each current hold, and a line for each queue that has messages or has changed. If a queue causes the
+hold, each line after the first divides the time since the previous line among the publishers that filled the queue.
 """
 
 from __future__ import annotations
