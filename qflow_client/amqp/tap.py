@@ -398,7 +398,7 @@ class Tap:
         """Handle the frames in the data. Append the library's frames to `passed`."""
         splitter = self._splitter
         channels = self._channels
-        # The offsets of the current run of frames for the library.
+        # Start and end of the current run of adjacent frames for the library; `run` is -1 without a run.
         run = end = -1
         try:
             for kind, number, start, stop in splitter.feed(data):

@@ -276,7 +276,7 @@ class Reports:
             self.events.append(self._make_event(kind, hold, hold.since, now))
 
     def heal(self, now: float, *, connecting: bool, ending: bool) -> None:
-        """Report the hold changes that an interrupted step did not report. For the arguments see `report_hold`."""
+        """Report the hold changes that an unfinished step did not report. For the arguments see `report_hold`."""
         present = frozenset(self._gate.holds)
         for hold in self._reported - present:
             self.report_hold(hold, False, now, connecting=connecting, ending=ending)

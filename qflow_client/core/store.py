@@ -37,7 +37,7 @@ class Store(Protocol):
     # Admitted messages.
 
     def admitting(self, receipt: Receipt, number: int) -> None:
-        """Store the message that will be admitted next, as number `number`. Raise `OutboxFull` if there is no room."""
+        """Store the message that will be admitted next, with this number. Raise `OutboxFull` if there is no room."""
 
     @property
     def keeps_all_back(self) -> bool:

@@ -1,4 +1,4 @@
-"""The calls that wait for settled messages or for an open gate. Calls of `send` wait in `sendline` instead."""
+"""The calls that wait for settled messages or for an open gate. Calls of `send` wait in `core.sendline`."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Backlog:
         self._limits = limits
         #: The class of receipts for messages that wait on disk.
         self.spilled_type = spilled_type
-        # The prefix of the ids of spilled messages. The sequence follows, because a spilled message has no number.
+        # The prefix of the ids of spilled messages. The sequence follows, because a spilled message has no number yet.
         self._spill_prefix = f"{(protocol.admission.id_prefix or '-')[:-1]}+"
         #: The last sequence of the backlog; 0 if there never was a backlog.
         self.last = outbox.last if len(outbox) else 0
@@ -292,6 +292,6 @@ class Backlog:
         self._finish_failing()
 
     def drop_admitted(self, last: int) -> None:
-        """After an interrupted step, remove from `ready` the messages up to `last`, which are in the window."""
+        """After an unfinished step, remove from `ready` the messages up to `last`, which are in the window."""
         while self.ready and self.ready[0].sequence <= last:
             self.ready.popleft()

@@ -136,7 +136,7 @@ class Storage:
             self._deliver(self.store.look_again)
 
     def commit(self, timeout: float) -> bool:
-        """Let the writer write all noted changes to disk. Return True if they are on disk within `timeout` seconds."""
+        """Let the writer commit all changes. Return True if they are on disk within `timeout` seconds."""
         wait = self._waits.begin(self.outbox.last)
         self.writer.commit_now()
         return not self._waits.end(wait, timeout)

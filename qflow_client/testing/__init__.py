@@ -1,1 +1,1 @@
-"""Tools for tests of programs that publish: pytest fixtures, a fault proxy, private brokers and depth drawings."""
+"""Tools for tests of programs that publish: pytest fixtures, a fault proxy, broker processes and depth drawings."""
