@@ -214,7 +214,7 @@ class Binding(_Declared):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Queues, exchanges and bindings, declared on a temporary channel each time before the publishing channel opens.
+    """Queues, exchanges and bindings that a producer declares each time before it opens its publishing channel.
 
     Example::
 

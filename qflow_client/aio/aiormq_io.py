@@ -191,10 +191,10 @@ class TapTransport(asyncio.Transport):
         self.writer: asyncio.StreamWriter | None = None
         _transports.add(self)
 
-    # The links of producers, and the channels of the drop-in for aio-pika, call the methods below.
+    # Producers, and the channels of the drop-in for aio-pika, call the methods below.
 
     def add_after(self, after: Callable[[], bool]) -> None:
-        """Register a function to call after each event that may change a channel. It returns True to write at once."""
+        """Register a function to call after each read and write. If it returns True after a read, write at once."""
         self._afters.append(after)
 
     def remove_after(self, after: Callable[[], bool]) -> None:

@@ -14,7 +14,7 @@ _MIN_IN_FLIGHT = 256
 # The delay of the next read in seconds.
 _DELAY = 0.001
 # Acks are small. So if a read gets more bytes than this, it probably contains returned messages, which would soon fill
-# the buffer of the socket. Then the next read is not delayed.
+# the buffer of the socket. After such a read, the next read is not delayed.
 _LARGE_READ = 1 << 13
 
 

@@ -2,14 +2,14 @@
 
 Producers and drop-ins call `send_at_once`, and then `send` if the first call admits nothing. If a message cannot be
 admitted now, it waits in line, and `SendLine` admits it later. Admission increments `next_number` and appends the
-message to `unsent`. If an interrupt comes before this, the message is not admitted, and `heal` undoes the preparations.
-The windows and the rate (see `limits`), the holds of the gate, and the unwritten bytes limit admission.
+message to `unsent`. If an interrupt comes earlier, the message is not admitted, and `heal` undoes the
+preparations. The windows and the rate (see `limits`), the holds of the gate, and the unwritten bytes limit admission.
 
 `send_at_once` admits nearly every message if there is no outbox, observer, rate or limit of bytes. It takes no lock and
-is not a `step`. The limits that it checks are plain attributes, so it calls no function between its first check and its
-last assignment. CPython runs no other thread, signal handler or finalizer between two instructions that call no
-function. Other interpreters (PyPy, builds without the GIL), tracers in Python and tools of `sys.monitoring` may run
-other code in between. If `is_undisturbed` is False when the producer is made, `send_at_once` admits nothing.
+is not a step (see `core.step`). The limits that it checks are plain attributes, so it calls no function between its
+first check and its last assignment. CPython runs no other thread, signal handler or finalizer between two instructions
+that call no function. But other interpreters (PyPy, builds without the GIL), and tracers, may run other code in between.
+If `is_undisturbed` is False when the producer is made, `send_at_once` admits nothing.
 
 The *cost* of a message is the size of its frames. A *plain* message has no properties of its own, and a body of at
 least one byte that fits into one frame. The cost of a plain message is the length of its body plus `Route.cost`. For
@@ -41,8 +41,8 @@ __all__ = ["Admission", "is_undisturbed"]
 def is_undisturbed() -> bool:
     """Whether no other code runs between two instructions that call no function.
 
-    This is true in CPython with its GIL. But a trace or profile function in Python, or a tool of `sys.monitoring`, may
-    run between any two instructions. While it runs, CPython may switch to another thread.
+    In CPython with its GIL, only a trace or profile function in Python, or a tool of `sys.monitoring`, may run there.
+    During its run, CPython may switch to another thread.
     """
     if sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", lambda: True)():
         return False
@@ -124,7 +124,7 @@ class Admission:
         self.observer: MessageObserver | None = None
 
     def use_encoder(self, encoder: PublishEncoder, exchange: str, routing_key: str) -> None:
-        """Encode later messages with `encoder`. Most messages have the given exchange and routing key."""
+        """Encode later messages with `encoder`. Most messages have this exchange and routing key."""
         self.encoder = encoder
         self._mark = encoder.mark
         # The longest body of a plain message. The frames of plain messages always contain an id. So without message
@@ -151,8 +151,8 @@ class Admission:
     def send_at_once(self, payload: bytes | Message, exchange: str, routing_key: str) -> Receipt | None:
         """Admit a message in the usual case: there is room, no hold, no waiting message, and no limit but the window.
 
-        This method is not a step. Any thread may call it, even while a step runs (E2). If it returns ``None``, nothing
-        was admitted, and the caller must call `send` instead.
+        Any thread may call this method, even while a step runs (E2). If it returns ``None``, nothing was admitted, and
+        the caller must call `send` instead.
 
         Raises:
             TypeError, ValueError: the message cannot be encoded.
@@ -164,7 +164,7 @@ class Admission:
             route = self.route(exchange, routing_key)
         receipt = self.receipt_type(payload, route, self.id_prefix)
         if type(payload) is bytes and 0 < (size := len(payload)) <= self._max_plain:
-            # Same as in `cost`. A call would take longer than the addition.
+            # Add here as `cost` does, because a call would take longer than the addition.
             cost = route.cost + size
         else:
             cost = self.prepare(receipt)
@@ -264,7 +264,7 @@ class Admission:
         payload = receipt._payload
         if type(payload) is bytes and 0 < (size := len(payload)) <= self._max_plain:
             receipt._prepared = None
-            # Same as in `cost`. A call would take longer than the addition.
+            # Add here as `cost` does, because a call would take longer than the addition.
             return receipt._route.cost + size
         message = payload if isinstance(payload, Message) else Message(payload)
         prepared = receipt._prepared = self.encoder.prepare(message, has_id=self.id_prefix is not None)

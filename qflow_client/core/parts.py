@@ -1,7 +1,7 @@
 """Makes the parts of one producer's protocol, and connects them. The opening of `protocol` describes the parts.
 
-The constructor of a part gets the other parts that it uses. So a part uses only parts that were made earlier. Code
-that needs all parts is in `consequences`.
+The constructor of a part gets the other parts that it uses. So a part uses only parts that were made earlier. Code that
+uses all parts is in `consequences`.
 """
 
 from __future__ import annotations

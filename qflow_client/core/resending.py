@@ -6,9 +6,9 @@ before all messages that were never written (E1).
 
 Three rules decide how many messages can be sent now (`count_sendable`):
 
-1. A *suspect* may have caused the end of an earlier channel (`suspects`). It is sent only if no other message is on the
-   wire. While it is on the wire, no other message is sent.
-2. If `again` begins with the candidate (`suspects`), nothing is sent until the channel has been open for a while.
+1. A *suspect* (`suspects`) may have caused the end of an earlier channel. It is sent alone on the wire.
+2. If `again` begins with the *candidate* (a message that probably ends connections, see `suspects`), nothing is sent
+   until the channel has been open for a while.
 3. While the broker has no room, one message (the probe) is sent after each pause, and no other message (`refusals`).
 """
 
@@ -44,7 +44,7 @@ class Resending:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing limits unsent messages: `again` is empty, the broker has room, no suspect is on the wire."""
+        """Whether unsent messages can be sent now: `again` is empty, the broker has room, no suspect is in flight."""
         return not self.again and self.refusals.probe_at is None and not self.suspects.is_one_on_wire
 
     # Changes of `again`.
@@ -62,7 +62,7 @@ class Resending:
         # If an interrupted call is repeated, `by_number` has each message only once.
         by_number = {receipt._number: receipt for receipt in (*self.again, *written)}
         numbers = set(by_number)
-        # Update `refusals` before `again`. If a call is repeated after a change of `again`, `unanswered` is incomplete.
+        # Update `refusals` first: `unanswered` is incomplete if the call is repeated after `again` was changed.
         self.refusals.end_channel(numbers, unanswered)
         self.suspects.end_channel(numbers, suspects)
         self.again = deque(by_number[number] for number in sorted(by_number))

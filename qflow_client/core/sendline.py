@@ -65,7 +65,7 @@ class SendLine:
         # The earliest time of the next notice about waiting messages.
         self._notice_at = -math.inf
         self._notice_period = notice_period
-        #: For each kind of hold: how many calls of `send` failed because of it. Of several holds, the oldest counts.
+        #: How many calls of `send` have failed, by the kind of their oldest hold; ``line`` if there was no hold.
         self.flowed_errors: dict[str, int] = {}
 
     # Waiting.
@@ -88,8 +88,8 @@ class SendLine:
             timeout: the longest wait in seconds; ``None`` for no limit.
             waiter: the object that wakes the sender. It is put into `Reports.wake` when the ticket is decided.
             source: a name for the origin of the message, for a `Line` that treats origins differently (`WeightedLine`).
-            first: whether the ticket goes to the front of the line. Callbacks use this, because the other senders may
-                be waiting for the callback to return.
+            first: whether the ticket goes to the front of the line. A `send` in a callback does this, because other
+                senders may be waiting for the callback to return.
 
         Raises:
             ProducerClosed: no message can be admitted any more.
@@ -144,7 +144,7 @@ class SendLine:
     @step
     def _look_at(self, ticket: SendTicket, now: float) -> float | FlowControlTimeout | None:
         if now >= ticket.deadline and not ticket.decided:
-            # Time alone may have made room since the last call of `grant`.
+            # The rate may allow the message now, even if nothing has called `grant`.
             self.grant(now)
         if ticket.decided:
             return None
@@ -158,7 +158,7 @@ class SendLine:
 
     @step
     def notice(self, now: float) -> float | None:
-        """Log a notice for waiting calls of `send` if one is due. Use this method if `look_at` is not polled.
+        """Log a notice for waiting calls of `send` if one is due. Callers that do not poll `look_at` use this method.
 
         Return the time of the next call; ``None`` if no call of `send` waits.
         """
@@ -177,7 +177,7 @@ class SendLine:
         ticket.notice_at = self._notice_at
 
     def count_flowed_error(self) -> tuple[Hold, ...]:
-        """Count a call of `send` that fails because it may not wait longer. Return the holds for its error."""
+        """Count a call of `send` that fails because it may not wait longer. Return the present holds."""
         holds = self._gate.holds
         # Without a hold, the message waits only because other messages are before it in the line.
         kind = holds[0].kind if holds else "line"
@@ -194,7 +194,7 @@ class SendLine:
     def _withdraw(self, ticket: SendTicket, now: float) -> bool:
         if ticket.decided:
             return False
-        # Cancel the ticket here. `leave_line` does not do this if an interrupt has kept the ticket out of the line.
+        # Cancel the ticket, because `leave_line` does not if an interrupt has kept the ticket out of the line.
         ticket.cancelled = True
         self._controller.leave_line(ticket)
         self.tickets.pop(ticket, None)
@@ -214,7 +214,7 @@ class SendLine:
         self.grant(now)
 
     def close(self, reason: str) -> None:
-        """Same as `give_up_all`, for callers that are already inside a step, and without the call of `grant`."""
+        """Do the same as `give_up_all`, but within the caller's step (see `core.step`) and without calling `grant`."""
         for ticket in self.tickets:
             ticket.error = ticket.closed_error(reason)
         self._leave()
@@ -266,14 +266,14 @@ class SendLine:
                 self._admission.admit(receipt, cost, ticket.since, now)
         except Exception as error:
             if ticket.receipt is not None and ticket.receipt._number:
-                # The message is admitted, so a signal handler has raised the error.
+                # The message is already admitted, so the error comes from a signal handler.
                 raise
             # A channel that opened during the wait may accept only smaller frames. The sender gets the error.
             self._admission.limits.give_back(ticket.size)
             ticket.receipt, ticket.error = None, error
         else:
             if is_given_up:
-                # The sender has withdrawn the message outside a step, see `SendTicket.claim`.
+                # The sender has withdrawn the message meanwhile, see `SendTicket.claim`.
                 self._admission.limits.give_back(ticket.size)
                 ticket.cancelled = True
         self._reports.wake.append(ticket.waiter)

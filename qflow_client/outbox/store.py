@@ -1,12 +1,12 @@
 """`OutboxStore` connects a `ProducerProtocol` to its outbox. The class implements `qflow_client.core.store.Store`.
 
-When a message enters the window or is settled, the protocol calls the store. In the same step, the store notes the
-change in the outbox. The store does no I/O. The producer itself waits for the disk before `send` returns. In the outbox
-each message has a number, the *sequence*. The protocol has other numbers for the messages in the window (same order).
+When a message enters the window or is settled, the protocol calls the store. In the same step (see `core.step`), the
+store notes the change in the outbox. The store does no I/O. The producer itself waits for the disk before `send`
+returns. In the outbox each message has a number, the *sequence*. The protocol numbers the window on its own.
 
 A message with a position (E13) is written to the broker only when it is on disk. Otherwise, after a crash, the broker
-could have a message whose position is not on disk. The next process would read the source from the earlier position.
-It would send the message again, without the header of a second copy.
+could have a message whose position is not on disk. The next process would read its input from the earlier position, and
+send the message again without the header of a second copy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Room(Limiter):
         if self._outbox.has_room(size):
             return None
         if self._requests.commit:
-            # The requested commit deletes settled messages. Do it now: the writer might first wait for more of them.
+            # The requested commit deletes settled messages. Otherwise the writer may wait before this commit.
             self._requests.writer.commit_now()
         return HoldKind.OUTBOX
 
@@ -87,7 +87,7 @@ class OutboxStore:
         self._spills = protocol.settings.when_flowed is WhenFlowed.SPILL
         #: Limits admission by the room in the outbox; ``None`` if the store rejects messages that do not fit.
         self.limiter = _Room(outbox, self.requests) if self._blocks else None
-        # Messages of the backlog have their room on disk already, so only the other limits apply to them.
+        # Messages of the backlog (see `backlog`) are already on disk, so the room in the outbox does not limit them.
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
         # The sequence of each message in the window; the keys are numbers of the protocol.
         self._sequences: dict[int, int] = {}
@@ -183,7 +183,7 @@ class OutboxStore:
                     ticket.cancelled = True
             except Exception as error:
                 if ticket.receipt is not None:
-                    # The message is in the outbox, so a signal handler has raised the error.
+                    # The message is already in the outbox, so the error comes from a signal handler.
                     raise
                 # The sender gets the error, and the other tickets in the line continue.
                 ticket.error = error

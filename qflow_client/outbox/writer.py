@@ -1,11 +1,11 @@
-"""`Writer` is the thread that commits and reads for a producer with an outbox. So no step waits for a disk.
+"""`Writer` is the thread that commits and reads for a producer with an outbox. So no `step` waits for a disk.
 
-The producer wakes the thread like any other waiter. The thread then commits the noted changes of the outbox. The
-producer may also request a part of the backlog. Then the thread reads this part and feeds it to the store. If the
-part is to be sent, the thread first notes on disk that the part may be written. The thread never changes the
+The store wakes the thread with `Requests`. The thread then commits the noted changes of the outbox. If the store has
+requested a part of the backlog (see `backlog`), the thread reads this part and feeds it to the store. If the part is to
+be sent, the thread first notes on disk that the part may be written to a broker. The thread never changes the
 producer's state itself. It passes a step to `deliver`, which runs the step with the producer's lock or on its loop.
 
-While the thread uses the outbox, it is marked as inside a step (`take`). Otherwise a finalizer on this thread could
+While the thread uses the outbox, `take` marks the thread as inside a step. Otherwise a finalizer on this thread could
 call `send`, and wait forever for a lock that this thread holds itself (E2).
 """
 
@@ -30,7 +30,7 @@ __all__ = ["StoreStep", "Writer", "close_outbox"]
 
 # Seconds for which the thread waits before a commit, so that the commit deletes more settled messages at once.
 _GATHER = 0.05
-# Seconds of this wait while messages cannot be sent before the commit. A longer wait would fill the window.
+# The same wait in seconds if messages can be sent only after the commit. A longer wait would fill the window.
 _GATHER_WAITED_FOR = 0.002
 # Maximum number of messages, and maximum bytes, that are read from the backlog at once.
 _BATCH = 500
@@ -68,8 +68,8 @@ class Writer:
     """Commits the noted changes of an outbox, and reads its backlog on request.
 
     Args:
-        deliver: runs a step of the store in the same context as the producer's steps.
-        committed: called after each commit, and at the end, with the last sequence on disk, and the error or ``None``.
+        deliver: runs a step of the store with the producer's lock, or on the producer's loop.
+        committed: called after each try to commit and at the end, with the last sequence on disk, and any error.
     """
 
     #: The store, which makes the requests; set before `start`.
@@ -86,7 +86,7 @@ class Writer:
         self._name = settings.name
         self._deliver = deliver
         self._committed = committed
-        # Released when there is a task.
+        # A lock that `set` releases when the thread has a task.
         self._wake = threading.Lock()
         self._wake.acquire()
         # The last read request that the thread has tried to serve.
@@ -122,7 +122,7 @@ class Writer:
             # The lock is released already: the thread was woken before, and has not run since then.
             return
 
-    # An asyncio producer treats each waiter as a future. The next two methods are for this purpose.
+    # An asyncio producer wakes the thread like a future, with the next two methods.
 
     def done(self) -> bool:
         """Return False: the thread can be woken at any time."""
@@ -203,7 +203,7 @@ class Writer:
             return False
         self._committed(durable, None)
         request = requests.read
-        # A request that was tried before needs nothing: its result is on its way, or `read_again` will replace it.
+        # Do not try a request twice: its result is on its way, or `read_again` will replace the request.
         if request is not None and request is not self._tried:
             self._tried = request
             self._read(request)

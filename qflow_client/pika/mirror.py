@@ -1,6 +1,6 @@
 """Makes the modules of `qflow_client.pika`, the drop-in, behave like pika's modules with the same names.
 
-If a module of the drop-in does not have a name, `passed_on` reads the name from pika's module. An assignment to the
+If a module of the drop-in does not have a name, `passed_on` reads the name from pika's module. An assignment to such a
 name changes pika's module. So ``select_connection.SELECT_TYPE = "poll"`` has the same effect as with pika.
 """
 
@@ -55,7 +55,7 @@ class _Mirror(ModuleType):
 
 
 def mirror(name: str, theirs: ModuleType) -> None:
-    """Make a module behave like pika's, except for the names in its ``__all__``. Call this at the module's end."""
+    """Make a module behave like pika's, except for the names in its ``__all__``. The module calls this at its end."""
     ours = sys.modules[name]
     own = list(ours.__all__)
     public = getattr(theirs, "__all__", None) or [each for each in vars(theirs) if not each.startswith("_")]

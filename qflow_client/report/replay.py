@@ -2,8 +2,8 @@
 
 Simulated time advances in steps of one round trip. At the start of a step, each publisher that the queue does not block
 sends as many messages as its capacity allows. A publisher that publishes while the queue is ON stops at the next step.
-So the queue may exceed its stop threshold, by at most the sum of the capacities (C6). Then the consumers take as many
-messages as they can. At the end of the step, the publishers get the confirms that the queue does not withhold.
+So the queue may exceed its stop threshold, by at most the sum of the capacities (C6). The consumers then take as
+many messages as they can. At the end of the step, the publishers get the confirms that the queue does not withhold.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Creates reports on flow logs of any size. Spark sums up the lines of the logs, in one job or continuously.
 
-Each task sums up the lines of its part to a small number of facts (`qflow_client.report.tables.Fact`). Spark merges the
-facts with the same keys and bucket. The order does not matter, so a cluster creates the same report as one process.
+Each task sums up its lines to a small number of facts. Spark merges the facts that agree in `table`, `keys` and
+`bucket`, see `Fact`. The order does not matter, so a cluster creates the same report as one process.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Logs:
         return _united([*frames, *(each.mapInArrow(_summing(None, width), _SCHEMA) for each in lines)])
 
     def span(self) -> tuple[int, int]:
-        """Return the approximate times of the first and the last line, in microseconds since 1970."""
+        """Return the times of the first and last line in µs since 1970; estimates if all files are local."""
         if not self._remote:
             return FlowLogs(self._local).span()
         first, last = self.events().select(sf.min("at"), sf.max("at")).collect()[0]

@@ -77,7 +77,7 @@ class OffsetOptions:
 
     @classmethod
     def load(cls, given: Mapping[str, str], *, streaming: bool, slots: int | None) -> OffsetOptions:
-        """Read a job's options. Call this on the driver, because missing settings come from the driver's environment.
+        """Read a job's options on the driver, because missing settings come from the driver's environment.
 
         Args:
             slots: number of tasks that run at the same time, the default of ``numPartitions``; ``None`` if unknown.

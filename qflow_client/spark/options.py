@@ -144,7 +144,7 @@ class SinkOptions:
 
     @classmethod
     def load(cls, given: Mapping[str, str], slots: int | None) -> SinkOptions:
-        """Read a job's options. Call this on the driver, because missing settings come from the driver's environment.
+        """Read a job's options on the driver, because missing settings come from the driver's environment.
 
         Args:
             slots: number of tasks that run at the same time, by which limits are divided; ``None`` if it is unknown.

@@ -61,8 +61,8 @@ class Inbox:
     ) -> bool | Awaitable[bool]:
         """Record a message in the caller's transaction. Return True if the message was not handled before.
 
-        If another transaction has recorded a copy, the method waits until that transaction ends (on SQLite, at most the
-        driver's timeout). After its rollback the result is True. With either result, commit, then ack the message.
+        If another transaction has recorded a copy, the method waits for its end (on SQLite, at most the driver's timeout),
+        and returns True if it rolls back. With either result, the caller commits, and then acknowledges the message.
 
         Args:
             session: session or connection of the caller. If the session is asynchronous, await the result.
@@ -90,7 +90,7 @@ class Inbox:
         """Delete old records in the caller's transaction, and return the number of deleted records.
 
         Args:
-            older_than: minimum age in seconds of the deleted records. Later copies of these messages look new.
+            older_than: minimum age in seconds of the deleted records. Later copies of these messages count as new.
         """
         # Use the clock of the database, because the stored times are from this clock.
         before = connection.execute(select(sql.now())).scalar_one() - timedelta(seconds=older_than)

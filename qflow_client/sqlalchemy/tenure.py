@@ -1,8 +1,8 @@
 """A tenure is the work of a relay with one database session and one producer, until an error or the relay's end.
 
 After an error, the relay begins a new tenure. At its end, a tenure first closes the producer, so that no more messages
-of this tenure can be sent. Last, it closes the session, which ends the locks. The next tenure, in this or in another
-relay, reads the table from the first row. So the following rules are needed only within a tenure:
+of this tenure can be sent. Last, it closes the session, which unlocks the partitions. The next tenure, in this or in
+another relay, reads the table from the first row. So the following rules are needed only within a tenure:
 
 - A row is *permitted* before it is published. `Session.read` stores the id up to which rows of a partition may be sent.
   The id is on disk before the first of these rows is passed to the producer. A tenure first reads the stored id. It
@@ -92,7 +92,7 @@ class RelayCounts:
 
 
 class Waker:
-    """Wakes the relay's thread."""
+    """Two connected sockets. A byte in `socket` ends a wait of the relay's thread."""
 
     def __init__(self) -> None:
         self.socket, self._other = socket.socketpair()
@@ -157,7 +157,7 @@ class Tenure:
         self._gone: list[int] = []
         self._oldest_gone_at = 0.0
         self._aside: list[Aside] = []
-        # Describes the first message that is settled, but neither confirmed nor in `_aside`. It ends the tenure.
+        # Describes the first settled message that is neither confirmed nor in `_aside`; `_collect` raises it.
         self._failure: str | None = None
         # Whether all existing rows have been read. If so, the next read is at `_read_at`.
         self._is_dry = False
@@ -244,7 +244,7 @@ class Tenure:
                 if due != self.mine:
                     self._change = self.mine - due, due - self.mine
         if self._change is None and self._session.is_full_due():
-            # A full sweep (see `postgresql`) may begin only when no row is unsettled. Plan it like a partition change.
+            # A full sweep (see `postgresql`) may begin only when no row is unsettled, like a partition change.
             self._change = set(), set()
         if self._change is not None and not self._in_flight and not self._pending:
             self._change_partitions()

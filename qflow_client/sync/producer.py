@@ -83,7 +83,7 @@ class Producer(BaseProducer[SyncReceipt]):
             credentials (``Connection.UpdateSecret``). With ``None`` the producer uses the credentials of the URL.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
         line: order of waiting calls of `send`, such as a `WeightedLine`; by default first come, first served (F4).
-        manager: can stop and start all of its producers together; by default the manager of the process.
+        manager: the manager that can stop and start this producer, with others; by default the manager of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Warns:
@@ -92,7 +92,7 @@ class Producer(BaseProducer[SyncReceipt]):
 
     Raises:
         SettingsError: a setting has a value that is not allowed, or the connection was not made by `connect`.
-        ConnectionFailed: no host accepted a connection, or the shared connection opened no channel.
+        ConnectionFailed: no host accepted a connection, or no channel could be opened.
         OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used.
         TypeError: an argument has the wrong type.
     """

@@ -115,7 +115,7 @@ class Consuming:
 
     #: Maximum number of deliveries that one call of `take` returns.
     AT_ONCE = 10_000
-    #: Maximum number of deliveries of a closed channel that return to their queues in one step.
+    #: Maximum number of deliveries of a closed channel that return to their queues in one slice.
     RETURNS = 1000
 
     __slots__ = (
@@ -176,7 +176,7 @@ class Consuming:
         """Add a consumer to a queue.
 
         Args:
-            tag: consumer tag; empty to let the broker choose one.
+            tag: consumer tag; if it is empty, the broker chooses a tag.
             exclusive: whether the new consumer has to be the only consumer of the queue.
             nowait: whether to send no answer.
 
@@ -291,8 +291,8 @@ class Consuming:
     def take(self, tag: int, *, multiple: bool) -> tuple[Delivery, ...]:
         """Return the deliveries that an ack, nack or reject settles, and remove them from the unacked deliveries.
 
-        If there are very many deliveries, only the oldest are returned and removed. If `has_more` is true afterwards,
-        call `take` again with the same arguments, before any other frame of the channel is handled.
+        One call returns at most the `AT_ONCE` oldest deliveries. If `has_more` is true afterwards, call `take` again
+        with the same arguments, before any other frame of the channel is handled.
 
         Args:
             multiple: whether all deliveries up to `tag` are settled. Tag 0 then means all current deliveries.
@@ -401,7 +401,7 @@ class Consuming:
         self.consumers.clear()
         self.last_served = None
         self.unacked.clear()
-        # So consumers that are not removed yet take no messages.
+        # Stop deliveries, so that consumers that are not removed yet take no messages.
         self.want(False)
         if consumers or deliveries:
             queues: dict[QueueView, None] = {consumer.queue: None for consumer in consumers}

@@ -1,7 +1,7 @@
 """The objects in queues: messages, their entries in queues, and their confirms.
 
 All queues that have a message share one `StoredMessage`. Each queue has its own `QueueEntry` for the message, with the
-place of the message in the queue. The protocols at the end describe a queue and its parts for the modules that
+place of the message in the queue. The `typing.Protocol` classes describe a queue and its parts for the modules that
 `queue.py` imports.
 """
 
@@ -136,7 +136,7 @@ class StoredMessage:
 
     @property
     def footprint(self) -> int:
-        """Approximate bytes of the message in memory while it is in no queue."""
+        """Approximate bytes of memory of a message that waits for a transaction or for room, and is in no queue yet."""
         return self.size + len(self.header) + 512
 
     @property
@@ -273,7 +273,7 @@ class QueueContents(Protocol):
     #: Number and body bytes of all messages: ready, unacked and leaving (D6).
     depth: int
     size: int
-    #: The entries that leave in slices, and their body bytes.
+    #: The entries that are removed a slice at a time (see `contents.py`), and their body bytes.
     leaving: deque[QueueEntry]
     leaving_size: int
 

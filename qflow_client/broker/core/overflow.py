@@ -28,7 +28,7 @@ class Overflow:
 
     #: Whether the queue silently drops a refused message of a channel without confirms. If not, the channel is closed.
     is_silent: ClassVar[bool] = False
-    #: Whether the policy drops messages, and its maximum counts only ready messages. A requeue can then exceed it.
+    #: Whether the policy drops messages, and its maximum counts only ready messages. A requeue can exceed this maximum.
     counts_ready: ClassVar[bool] = False
     #: Whether the queue keeps some bodies only on disk (A2).
     pages_bodies: ClassVar[bool] = False
@@ -51,14 +51,14 @@ class Overflow:
         return False
 
     def last_values(self) -> LastValueMap | None:
-        """Return a new map from keys to their last entries; ``None`` if the queue keeps all entries of a key."""
+        """Return a new map from keys (see `conflation`) to their last entries; ``None`` if the policy has no keys."""
         return None
 
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
         """Return why the queue refuses `count` messages with `size` body bytes in total; ``None`` if all may enter.
 
-        For a transaction, `count` and `size` are smaller by the messages that it acks, or rejects without requeue.
-        `largest` is the body size of the largest new message in bytes.
+        For a transaction, the messages that it acks, or rejects without requeue, are subtracted from `count` and
+        `size`. `largest` is the body size of the largest new message in bytes.
         """
         return None
 
@@ -70,7 +70,7 @@ class Overflow:
         return False
 
     def trim(self, queue: QueueView, most: int) -> bool:
-        """Drop the messages beyond the maximum, or evict their bodies. If `counts_ready`, also called after a requeue.
+        """Drop the messages beyond the maximum, or evict their bodies. With `counts_ready`, a requeue calls this too.
 
         Return True if the queue still exceeds the maximum after `most` messages were dropped.
         """

@@ -26,7 +26,7 @@ def is_hash(password: str) -> bool:
 
 
 def hash_password(password: str) -> str:
-    """Return a hash of a password with a new salt, for the setting `users`. Logins with a blank password fail."""
+    """Return a hash of a password with a new salt, for the setting `users`. Every login with a blank password fails."""
     salt = token_bytes(16)
     digest = scrypt(password.encode(), salt=salt, n=1 << 14, r=8, p=1, maxmem=_MAX_MEMORY, dklen=32)
     return f"{_PREFIX}ln=14,r=8,p=1${_text(salt)}${_text(digest)}"

@@ -1,7 +1,7 @@
 """`Storage` observes the entries of one queue for its `Journal`, `BodyPager` and `DroppableEntries`, sans-I/O.
 
-The journal has each message of the queue. If a dropped message is dead-lettered, it stays in the journal until its dead
-letter has arrived (`Storage.letter_done`). So a crash before then does not lose a stored message.
+The journal has each message of the queue. A dropped message stays in the journal until its dead letter has arrived
+(`Storage.letter_done`), so a crash before then does not lose a stored message.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Storage(EntryObserver):
             self._journal.hold(message)
 
     def read_ahead(self, then: Callable[[], object]) -> None:
-        """Unless a read is running, start to read missing bodies of the first ready entries. Afterwards call `then`."""
+        """Unless a read is running, start to read missing bodies of the first ready entries. Then call `then`."""
         if self._is_reading:
             return
         window = self._window()

@@ -203,7 +203,7 @@ def resolve_limits(
     then = None
     if definition.max_flow_wait is not None:
         if policy is QueuePolicy.FLOW_TO_DISK:
-            # With `flow_to_disk` the maximum limits only bodies in memory, so it cannot be the maximum of `then`.
+            # With `flow_to_disk` the maximum limits only bodies in memory, so the policy `then` does not use it.
             max_count = max_size = 0
         maxima = max_count or stop_resume.stop_count, max_size or stop_resume.stop_size or capacity.capacity
         then = make_overflow(definition.then or QueuePolicy.REJECT, maxima[0] or None, maxima[1] or None, None)

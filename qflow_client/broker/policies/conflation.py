@@ -1,4 +1,4 @@
-"""Finds the last entry of each key in a queue with the overflow policy `conflate`."""
+"""Finds the last entry of each key (a routing key, or a header) in a queue with the overflow policy `conflate`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LastValues(LastValueMap):
     def __init__(self, header: str | None) -> None:
         self._header = header
         self._last: dict[str, QueueEntry] = {}
-        # The key of each entry in the queue. So `left` and `restore` need not decode the headers again.
+        # The key of each entry in the queue, so that `left` and `restore` need not decode the headers again.
         self._keys: dict[QueueEntry, str] = {}
 
     def _key_of(self, message: StoredMessage) -> str | None:

@@ -26,7 +26,7 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
     Args:
         marks: new values. The keys are names in `MARKS`. A mark that is not in this mapping keeps its value. ``None``
             for a resume mark means 7/8 of its stop mark. ``None`` for a resume capacity means the capacity. A stop mark
-            or capacity of 0 turns off its pair.
+            or capacity of 0 also turns off its resume value.
 
     Raises:
         ChannelException: 406 if a value is not allowed, or if the marks contradict each other or the queue's maximum.
@@ -42,7 +42,7 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
         "flow_resume_capacity": capacity.resume,
     }
     for stop, resume in _PAIRS:
-        # Leave out the resume mark if the stop mark is 0. A resume mark above its stop mark would be refused.
+        # If the stop mark is 0, leave out the resume mark, which would be refused because it is above the stop mark.
         if not asked[stop] or marks.get(stop) == 0:
             asked[resume] = None
     asked |= marks
