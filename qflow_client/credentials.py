@@ -59,7 +59,7 @@ def _is_text(value: object) -> bool:
 class Expiry:
     """Computes when the credentials of a connection are replaced.
 
-    New credentials are requested after 80 % of the lifetime. If the request fails, it is repeated after growing pauses.
+    The producer requests new credentials after 80 % of the lifetime, and again after growing pauses if a request fails.
     If the present credentials expire before new ones exist, the producer ends the connection. Otherwise the broker
     would refuse messages with an error that seems to concern the messages and not the credentials.
 
@@ -89,7 +89,7 @@ class Expiry:
         return None if self._due_at == math.inf else max(0.0, self._due_at - now)
 
     def patience(self, now: float) -> float:
-        """Return the maximum seconds of a request, from the call of the application to the answer of the broker."""
+        """Return the maximum seconds from the call of the application's function to the answer of the broker."""
         return max(0.0, min(self._limit, self._expires_at - now))
 
     def failed(self, now: float) -> float | None:

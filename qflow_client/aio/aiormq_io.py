@@ -1,8 +1,8 @@
 """Puts a `Tap` between aiormq and the socket, through aiormq's public interface for transports.
 
 aiormq (the library) gets a reader and a writer from a `TransportFactory`. The factory of this module puts the tap
-between them and the socket. The tap filters received data before the reader gets the data. The library's own data waits
-until no producer's frame is partly written. `pump` writes the producers' bytes when the socket accepts them.
+between them and the socket. The tap takes the frames for producers out of the received data. The library's own data
+waits until no producer's frame is partly written. `pump` writes the producers' bytes when the socket accepts them.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class Broker(CoreBroker):
         Raises:
             ChannelException: 404 if the queue does not exist. 406 if a value is not allowed, or if the thresholds
                 contradict each other or the queue's maximum. The error contains the invalid values.
-            TypeError: a keyword is not the name of a threshold.
+            TypeError: a keyword is not one of these names.
         """
         unknown = sorted(marks.keys() - set(MARKS))
         if unknown:

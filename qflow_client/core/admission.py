@@ -8,8 +8,8 @@ preparations. The windows and the rate (see `limits`), the holds of the gate, an
 `send_at_once` admits nearly every message if there is no outbox, observer, rate or limit of bytes. It takes no lock and
 is not a step (see `core.step`). The limits that it checks are plain attributes, so it calls no function between its
 first check and its last assignment. CPython runs no other thread, signal handler or finalizer between two instructions
-that call no function. But other interpreters (PyPy, builds without the GIL), and tracers, may run other code in between.
-If `is_undisturbed` is False when the producer is made, `send_at_once` admits nothing.
+that call no function. Other interpreters (PyPy, builds without the GIL) and tracers may run other code in between. If
+`is_undisturbed` is False when the producer is made, `send_at_once` admits nothing.
 
 The *cost* of a message is the size of its frames. A *plain* message has no properties of its own, and a body of at
 least one byte that fits into one frame. The cost of a plain message is the length of its body plus `Route.cost`. For

@@ -6,7 +6,7 @@ before all messages that were never written (E1).
 
 Three rules decide how many messages can be sent now (`count_sendable`):
 
-1. A *suspect* (`suspects`) may have caused the end of an earlier channel. It is sent alone on the wire.
+1. A *suspect* may have ended an earlier channel (`suspects`). It is sent alone: no other message is on the wire.
 2. If `again` begins with the *candidate* (a message that probably ends connections, see `suspects`), nothing is sent
    until the channel has been open for a while.
 3. While the broker has no room, one message (the probe) is sent after each pause, and no other message (`refusals`).

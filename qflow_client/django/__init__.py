@@ -91,7 +91,7 @@ def first_time(message_id: str, *, consumer: str = "", using: str = "default") -
     """Record in the current transaction that a message is handled. Return True if the message was not handled before.
 
     Call this function in the transaction that handles the message. While another transaction handles a copy, the call
-    waits (on SQLite, at most the driver's timeout). Acknowledge after the commit, even if the result is False.
+    waits (on SQLite, at most the driver's timeout). With either result, acknowledge the message after the commit.
 
     Args:
         consumer: name of the consumer. Two consumers of the same messages in one database need different names.

@@ -71,7 +71,7 @@ class _Room(Limiter):
 
 
 class OutboxStore:
-    """The outbox of one producer. The store attaches itself to the producer's protocol, before the first message."""
+    """Connects a producer to its outbox. The store attaches itself to the protocol before the first message."""
 
     def __init__(
         self, protocol: ProducerProtocol, outbox: Outbox, spilled_type: type[Spilled], writer: Any, now: float
@@ -144,7 +144,7 @@ class OutboxStore:
         now: float,
         ticket: SendTicket | None = None,
     ) -> Spilled:
-        """Put a message into the backlog. If the message waited in line, `ticket` gets the receipt."""
+        """Put a message into the backlog. If it waited in line, its `ticket` gets the receipt."""
         outbox, backlog, last_before = self.outbox, self.backlog, self.backlog.last
         # Names that cannot be encoded raise an error here.
         route = self._admission.encoder.route(exchange, routing_key)

@@ -109,7 +109,7 @@ class Writer:
         self._thread.start()
 
     def begin_searches(self) -> None:
-        """From now on, search for messages that are too old."""
+        """Start the regular searches for messages that are too old."""
         if self._period is not None:
             self._search_at = time.monotonic() + self._period
             self.set()

@@ -174,7 +174,7 @@ def advise(
 
     In all tested settings, the stop threshold plus all capacities is at most `maximum`. This sum is also at most the
     number of messages that leave the queue in `delay` seconds at the recorded drain rate. So at this drain rate the
-    queue keeps both limits, at whatever times the publishers send.
+    queue keeps both limits, no matter when the publishers send.
 
     Args:
         publishers: number of messages from each publisher to the queue.

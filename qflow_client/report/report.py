@@ -18,7 +18,7 @@ __all__ = ["FlowReport", "flow_report", "make_report"]
 
 @dataclass(frozen=True)
 class FlowReport:
-    """Shows which producers were held, why and for how long, and recommends settings.
+    """Shows which producers were blocked (flowed), why and for how long, and recommends settings.
 
     Attributes:
         tables: the rows of each table. The tables are ``holds``, ``producers``, ``queues``, ``publishers``, ``waits``,

@@ -61,8 +61,8 @@ class Inbox:
     ) -> bool | Awaitable[bool]:
         """Record a message in the caller's transaction. Return True if the message was not handled before.
 
-        If another transaction has recorded a copy, the method waits for its end (on SQLite, at most the driver's timeout),
-        and returns True if it rolls back. With either result, the caller commits, and then acknowledges the message.
+        If another transaction has recorded a copy, the method waits for its end (on SQLite, at most the driver's
+        timeout). After its rollback the result is True. With either result, the caller commits, and then acks.
 
         Args:
             session: session or connection of the caller. If the session is asynchronous, await the result.

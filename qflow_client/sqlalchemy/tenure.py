@@ -2,7 +2,7 @@
 
 After an error, the relay begins a new tenure. At its end, a tenure first closes the producer, so that no more messages
 of this tenure can be sent. Last, it closes the session, which unlocks the partitions. The next tenure, in this or in
-another relay, reads the table from the first row. So the following rules are needed only within a tenure:
+another relay, reads the table from the first row. So each rule below applies only within one tenure:
 
 - A row is *permitted* before it is published. `Session.read` stores the id up to which rows of a partition may be sent.
   The id is on disk before the first of these rows is passed to the producer. A tenure first reads the stored id. It

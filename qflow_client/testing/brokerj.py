@@ -175,7 +175,7 @@ class BrokerJNode(Node, BrokerJ):
         version: version of the broker. At the first use of a version, Maven downloads the jars. They go to the folder
             of the environment variable ``QFLOW_BROKERJ_CACHE``, or else to the user's cache folder.
         flow_enforcement_timeout: the broker closes a channel that publishes later than this number of seconds after
-            ``Channel.Flow(active=false)``. ``None`` for the broker's default of 5.
+            ``Channel.Flow(active=false)``. ``None`` for the broker's default, 5 seconds.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
 
     Raises:
@@ -237,7 +237,7 @@ class BrokerJNode(Node, BrokerJ):
         ]
 
     def _environment(self) -> dict[str, str]:
-        # Remove variables for other Broker-J brokers, because they would change this broker.
+        # Remove ``QPID_…`` variables, because settings for another Broker-J would change this broker.
         return {name: value for name, value in os.environ.items() if not name.startswith("QPID_")}
 
     def _is_ready(self) -> bool:

@@ -45,7 +45,7 @@ def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[
     from qflow_client.broker import Broker
 
     settings = dict(qflow_broker_settings)
-    # `iter_markers` yields the closest marker first. Apply this marker last, so that it has priority.
+    # `iter_markers` yields the closest marker first. Apply the closest marker last, so that it has priority.
     for marker in reversed(list(request.node.iter_markers(_MARKER))):
         if marker.args:
             raise pytest.UsageError(f"@pytest.mark.{_MARKER} accepts only keyword arguments, not {marker.args[0]!r}")

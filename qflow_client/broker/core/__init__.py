@@ -1,12 +1,12 @@
 """The core of the broker: from ``Basic.Publish`` to ``Channel.Flow``. The core imports no other package of the broker.
 
 To follow a published message to the ``Channel.Flow`` that it causes, read the files below in the order of their
-numbers. They have at most 3,500 lines in total. Imports form no cycles. If file A imports file B, and B uses a class of
-A, then B describes this class as a `typing.Protocol`. Codes such as C5 are defined in ``docs/sources.md``.
+numbers. The files have at most 3,500 lines in total. Imports form no cycles. If file A imports file B, and B uses a
+class of A, then B describes this class as a `typing.Protocol`. Codes such as C5 are defined in ``docs/sources.md``.
 
 `server.py` reads the socket: `Connection.data_received` calls `Session.receive_data`. `Channel.on_method` handles the
 ``Basic.Publish`` of a message, `Channel.on_header` its content header, and `Channel.on_body` its body. If the message
-turns a flow state ON (step 6), these calls lead from the body to the ``Channel.Flow``::
+turns a flow state ON (number 6), these calls lead from the body to the ``Channel.Flow``::
 
     Session.receive_data > Channel.on_body > Channel._finish > Channel._publish_watched > Channel._enqueue
     > Queue.enqueue > QueueFlows.entered > FlowController.offer > ChannelFlow.block > ChannelFlow.on_blocked
@@ -29,8 +29,8 @@ After this iteration of the event loop, `Server._end_turn` sends the frames: `Co
 6. `queueflow.py` observes the entries. `QueueFlows` has one `QueueFlow` for each configured set of flow thresholds.
    While a `QueueFlow` is ON, it blocks publishing channels, delays confirms, or does both. When it turns OFF, it
    releases the confirms and unblocks the channels. A `QueueFlow` is a `FlowController` with a `ThresholdLimiter`, both
-   from `qflow_client.flow`. `FlowController.offer` adds a message to the limiter. It then blocks the channel if the
-   limiter is ON (thresholds of Qpid C++) or above its capacity (Qpid Java). `FlowController.release` subtracts a
+   from `qflow_client.flow`. `FlowController.offer` adds a message to the limiter. `offer` then blocks the channel if
+   the limiter is ON (thresholds of Qpid C++) or above its capacity (Qpid Java). `FlowController.release` subtracts a
    message. If the limiter is then OFF, `QueueFlow.resume` unblocks the channels, together or one after the other.
 7. `channelflow.py` has the flow state of a channel. `ChannelFlow.on_blocked` sends ``Channel.Flow`` when the first
    controller blocks the channel. `ChannelFlow.on_unblocked` sends ``Channel.Flow`` with ``active=true`` when no

@@ -347,15 +347,15 @@ class QueueView(Protocol):
 
     @property
     def contents(self) -> QueueContents:
-        """The contents of the queue."""
+        """The ready, unacked and leaving entries of the queue."""
 
     @property
     def dropping(self) -> QueueDropping:
-        """Drops messages of the queue."""
+        """The object that drops messages of the queue."""
 
     @property
     def dispatcher(self) -> QueueDispatcher:
-        """Gives messages to the queue's consumers."""
+        """The object that gives messages to the queue's consumers."""
 
     @property
     def thresholds(self) -> Sequence[Thresholds]:
@@ -363,7 +363,7 @@ class QueueView(Protocol):
 
     @property
     def pager(self) -> BodyPager | None:
-        """Decides which bodies stay in memory; ``None`` if the queue never evicts bodies."""
+        """The object that decides which bodies stay in memory; ``None`` if the queue never evicts bodies."""
 
     @property
     def droppable(self) -> DroppableEntries | None:

@@ -75,7 +75,7 @@ _IDS = re.compile(r" \([A-Z]\d+(?: [A-Z]\d+)*\)")
 
 
 def _c7(state: str, count: str) -> dict[str, Any]:
-    """Return the fields with the names that Qpid C++ uses for flow states (C7). The arguments describe the values."""
+    """Return the fields with the names that Qpid C++ uses for flow states (C7), described by `state` and `count`."""
     return {
         "flowState": (bool, Field(description=f"{state}, under the name in Qpid's management.")),
         "flowStopped": (bool, Field(description="The same value as `flowState`, under its newer name in Qpid.")),

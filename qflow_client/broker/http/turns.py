@@ -1,8 +1,8 @@
 """Divides long work into slices, because the HTTP API runs on the event loop that also serves AMQP clients.
 
 `Turns.each` yields objects. After `Turns.MOST` objects or `Turns.LONGEST` seconds, it lets the loop do other work. If
-several requests use the same `Turns`, only one of them gets a slice in each iteration of the loop. Therefore an
-iteration is not longer if there are more requests.
+several requests use the same `Turns`, only one of them gets a slice in each iteration of the loop. Therefore the length
+of an iteration does not depend on the number of requests.
 """
 
 from __future__ import annotations
