@@ -93,7 +93,7 @@ class Expiry:
         return max(0.0, min(self._limit, self._expires_at - now))
 
     def failed(self, now: float) -> float | None:
-        """Return the seconds until the next request after a failed one; ``None`` if the connection must end."""
+        """Return the seconds from a failed request to the next request; ``None`` if the connection must end."""
         left = self._expires_at - now
         pause = self._backoff.pause(now)
         assert pause is not None

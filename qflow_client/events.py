@@ -103,7 +103,7 @@ class FlowState:
         holds: the holds on the producer, oldest first, with times in seconds since 1970.
         since: time in seconds since 1970 when the producer became blocked (flowed); ``None`` if it is not blocked.
         times_flowed: how often the producer was blocked (flowed) so far.
-        seconds_flowed: seconds of holds so far, for each hold kind. The present holds are included.
+        seconds_flowed: seconds of holds so far, including the present holds, for each hold kind.
         closed: reason why the producer accepts no more messages; ``None`` if it is not closed. If the producer closed
             because it could not reconnect, it stays flowed (hold kind ``disconnected``).
     """

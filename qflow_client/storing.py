@@ -65,8 +65,8 @@ def store_many(
                 yield from run(wait_durable, receipts[-1], deadline_of(timeout))
     except Exception as error:
         give_back(error)
-        # The messages before the error are admitted, so wait until they are on disk. After a `NotDurable`, do not wait
-        # again. If this wait raises a `NotDurable`, suppress it, because the caller needs the first error.
+        # The messages before the error are admitted, so wait briefly until they are on disk, but not again after a
+        # `NotDurable`. If this wait raises a `NotDurable`, suppress it, because the caller needs the first error.
         if receipts and not isinstance(error, NotDurable):
             with suppress(NotDurable):
                 yield from run(wait_durable, receipts[-1], time.monotonic())

@@ -82,7 +82,7 @@ class AsyncReceipt(Receipt):
 
         Raises:
             ConfirmTimeout: the message is not settled yet, but may still be settled later.
-            DeliveryError: the message has another outcome; each outcome has its own subclass of this error.
+            DeliveryError: the message has an outcome other than these; each outcome has its own subclass of this error.
             TypeError, ValueError: `timeout` is not a number.
         """
         if not await self.wait(timeout):

@@ -19,7 +19,7 @@ _LARGE_READ = 1 << 13
 
 
 def delay(size: int, in_flight: int) -> float:
-    """Return the delay of the next read in seconds, on a connection of one producer.
+    """Return the seconds to wait before the next read, on a connection that only one producer uses.
 
     Args:
         size: size of the answers in the last read in bytes.

@@ -103,7 +103,7 @@ class Admission:
         self.steps = steps
         # Whether `send_at_once` can admit messages: no store, no limit besides the window, and `is_undisturbed()`.
         self._is_simple = limits.is_plain and is_undisturbed()
-        #: True while `SendLine` admits waiting messages. New messages have to wait meanwhile.
+        #: True while `SendLine` admits waiting messages, so that no new message overtakes them.
         self.is_granting = False
         self._max_unwritten = settings.max_unwritten_bytes
         #: The prefix of message ids that the producer assigns; ``None`` if the producer assigns no ids.
@@ -135,7 +135,7 @@ class Admission:
         self._last = exchange, routing_key, encoder.route(exchange, routing_key)
 
     def use_store(self, store: Store) -> None:
-        """Keep messages in a store. From now on `send_at_once` admits nothing. Call this before the first admission."""
+        """Keep all messages in a store, from the first admission on. So `send_at_once` admits nothing."""
         self.store = store
         self._is_simple = False
         if store.limiter is not None:

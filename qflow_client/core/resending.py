@@ -44,7 +44,7 @@ class Resending:
 
     @property
     def is_idle(self) -> bool:
-        """Whether unsent messages can be sent now: `again` is empty, the broker has room, no suspect is in flight."""
+        """Whether all unsent messages can be sent: `again` is empty, the broker has room, no suspect is in flight."""
         return not self.again and self.refusals.probe_at is None and not self.suspects.is_one_on_wire
 
     # Changes of `again`.

@@ -86,7 +86,7 @@ class SendLine:
 
         Args:
             timeout: the longest wait in seconds; ``None`` for no limit.
-            waiter: the object that wakes the sender. It is put into `Reports.wake` when the ticket is decided.
+            waiter: the object that wakes the sender. `Reports.wake` gets it when the ticket is decided.
             source: a name for the origin of the message, for a `Line` that treats origins differently (`WeightedLine`).
             first: whether the ticket goes to the front of the line. A `send` in a callback does this, because other
                 senders may be waiting for the callback to return.
@@ -194,7 +194,7 @@ class SendLine:
     def _withdraw(self, ticket: SendTicket, now: float) -> bool:
         if ticket.decided:
             return False
-        # Cancel the ticket, because `leave_line` does not if an interrupt has kept the ticket out of the line.
+        # Cancel the ticket, because `leave_line` does nothing if an interrupt has kept the ticket out of the line.
         ticket.cancelled = True
         self._controller.leave_line(ticket)
         self.tickets.pop(ticket, None)

@@ -150,7 +150,7 @@ class Writer:
             self._serve()
         finally:
             close_outbox(self._outbox, self._name)
-            # Wake threads that wait for a commit. Otherwise they would wait until their deadlines.
+            # Wake callers that wait for a commit. Otherwise they would wait until their deadlines.
             self._committed(self._outbox.durable, OutboxError("the producer was closed"))
 
     def _serve(self) -> None:

@@ -21,7 +21,7 @@ def wrap(channel: pika.channel.Channel) -> Channel: ...
 def wrap(channel: Any) -> Any:
     """Add flow control to a channel of pika, for all code that uses the channel.
 
-    From now on the channel answers ``Channel.Flow``. While the channel is blocked (flowed),
+    After this call, the channel answers ``Channel.Flow``. While the channel is blocked (flowed),
     `BlockingChannel.basic_publish` waits, and `Channel.basic_publish` raises an error, as on a connection of
     `qflow_client.pika`. A wrapped channel differs from a channel of `qflow_client.pika`:
 

@@ -51,7 +51,7 @@ _RETRY = 0.02
 _RETRY_FOR = 0.2
 # Minimum seconds between two polls if no commit wakes the relay.
 _SHORTEST_POLL = 0.01
-# Maximum number of holds in `application_name`, which PostgreSQL cuts after 63 bytes.
+# Maximum number of holds that a relay shows in `application_name`, which PostgreSQL cuts after 63 bytes.
 _MAX_SHOWN_HOLDS = 2
 # During these holds a relay still reads rows, within its capacity and rate.
 _HARMLESS = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
@@ -157,7 +157,7 @@ class Tenure:
         self._gone: list[int] = []
         self._oldest_gone_at = 0.0
         self._aside: list[Aside] = []
-        # Describes the first settled message that is neither confirmed nor in `_aside`; `_collect` raises it.
+        # Text for a `RelayError`: the first settled message that is neither confirmed nor in `_aside`.
         self._failure: str | None = None
         # Whether all existing rows have been read. If so, the next read is at `_read_at`.
         self._is_dry = False
@@ -281,7 +281,7 @@ class Tenure:
         self._metrics.change_partitions(-len(leaving))
 
     def _next_read(self, producer: Producer) -> float | None:
-        """Return the time of the next read; ``None`` if a hold, a full window or another task prevents reading now."""
+        """Return the time of the next read; ``None`` if a hold, a full window or other pending work prevents it."""
         if not self.mine or self._change is not None or self._pending or self._is_held(producer):
             return None
         room = self._room(producer)

@@ -83,7 +83,7 @@ class Producer(BaseProducer[SyncReceipt]):
             credentials (``Connection.UpdateSecret``). With ``None`` the producer uses the credentials of the URL.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
         line: order of waiting calls of `send`, such as a `WeightedLine`; by default first come, first served (F4).
-        manager: the manager that can stop and start this producer, with others; by default the manager of the process.
+        manager: the `FlowManager` that can stop and start the producer; by default `flow_manager`, that of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Warns:
@@ -372,7 +372,7 @@ class Producer(BaseProducer[SyncReceipt]):
             timeout: maximum seconds to wait for unsettled messages; ``None`` for no limit. By default `close_timeout`.
 
         Raises:
-            NestedCall: called where a wait might never end, for example in a finalizer (E2). If the close has already
+            NestedCall: called where a wait might never end, for example in a finalizer (E2). If closing has already
                 begun, another thread completes it, and logs the undelivered messages.
             UndeliveredMessages: some messages were not delivered, and no earlier call has reported them.
             TypeError, ValueError: `timeout` is not a number; nothing has changed.

@@ -70,7 +70,7 @@ _DEPENDENCY = """\
 
 
 class BrokerJError(RuntimeError):
-    """A broker failed to do a requested action."""
+    """A broker did not start, refused a request, or did not answer."""
 
 
 class BrokerJNotInstalled(BrokerJError):

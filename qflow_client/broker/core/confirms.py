@@ -36,7 +36,7 @@ class Confirms:
         self._held: dict[int, Completion] = {}
         # Tags to be acked by the next flush.
         self._due: list[int] = []
-        # Held tags of messages in the backlog of the connection (D7), each with its number of body bytes.
+        # Held tags of messages in the connection's backlog (see `channelflow`), each with its number of body bytes.
         self.owed: dict[int, int] = {}
 
     def __len__(self) -> int:

@@ -298,7 +298,7 @@ class Consuming:
             multiple: whether all deliveries up to `tag` are settled. Tag 0 then means all current deliveries.
 
         Raises:
-            ChannelException: 406 if there is no such delivery.
+            ChannelException: 406 if no unsettled delivery has this tag.
         """
         unacked = self.unacked
         if not multiple:
@@ -367,7 +367,7 @@ class Consuming:
             queue.dispatcher.dispatch()
 
     def recover(self, *, requeue: bool) -> None:
-        """Deliver unsettled messages to their consumers again. Requeue a message if this is not possible now.
+        """Deliver unsettled messages to their consumers again. Requeue a message that its consumer cannot take now.
 
         With `requeue`, requeue all messages. If `has_more(0)` is true afterwards, the caller calls `recover` again.
         """

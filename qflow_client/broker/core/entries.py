@@ -117,7 +117,7 @@ class StoredMessage:
     __slots__ = ("body", "dead_lettered", "header", "record", "size", "target")
 
     #: The queues that have dead-lettered a copy of the message, each with the exchange and routing key of the dead
-    #: letter. All copies since the last rejection share this set. It does not exist before the first dead letter.
+    #: letter. All copies since the last rejection share this set. The first dead letter sets the attribute.
     dead_lettered: set[tuple[str, str, str]]
 
     def __init__(self, target: Address, header: bytes, body: bytes) -> None:

@@ -61,4 +61,4 @@ class ConnectionException(AmqpError):
 
 
 class FrameWaitsError(Exception):
-    """Raised if a frame has to be handled again later. Until then, the session does not handle later frames."""
+    """Raised if a frame, such as an ack of very many deliveries, has to be handled again before any later frame."""

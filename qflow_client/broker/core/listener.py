@@ -1,9 +1,9 @@
 """Listening sockets, with limits that asyncio's server does not have.
 
 At most `max_handshakes` TLS handshakes run at the same time; if there are more, the oldest is cancelled. If the system
-has no more file descriptors or memory, the listener accepts nothing for `PAUSE` seconds. The listener logs this at most
-once in `LOG_INTERVAL` seconds; asyncio's server logs up to `BACKLOG` lines per second. A connection's
-`asyncio.Protocol` is made before the TLS handshake. So a limit from its start includes the handshake.
+has no more file descriptors or memory, the listener accepts nothing for `PAUSE` seconds. It logs this at most once in
+`LOG_INTERVAL` seconds; asyncio's server logs it up to `BACKLOG` times per second. The protocol object of a connection
+is made, and `unauthenticated_timeout` starts, before the TLS handshake.
 """
 
 from __future__ import annotations
