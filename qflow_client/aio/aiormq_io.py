@@ -136,7 +136,7 @@ class TapTransport(asyncio.Transport):
     passes one record at a time to asyncio's transport.
 
     Args:
-        transport: asyncio's TLS transport. Without TLS, the same object as `raw`.
+        transport: asyncio's TLS transport; without TLS, asyncio's plain transport `raw`.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class Resending:
             # so keep that time until it has passed.
             times = [max(times), *(at for at in times if at > now)]
         if not is_flight_empty and self.again and self.again[0]._number in self.suspects.numbers:
-            # The next message is a suspect, which waits until no message is on the wire. So ignore times in the past.
+            # The next message is a suspect, which waits for the messages on the wire and not for a time in the past.
             times = [at for at in times if at > now]
         return times
 

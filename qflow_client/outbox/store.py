@@ -115,7 +115,7 @@ class OutboxStore:
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
     ) -> Receipt | None:
-        """Put a message into the window, and note it in the outbox. If it cannot enter and `spills` is True, spill it.
+        """Put a message into the window and the outbox. If it cannot enter, `spills` allows to spill it.
 
         Returns:
             The receipt. The message is on disk when `Outbox.durable` reaches the present `Outbox.last`. ``None`` if

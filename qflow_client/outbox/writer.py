@@ -1,4 +1,4 @@
-"""`Writer` is the thread that commits and reads for a producer with an outbox. So no `step` waits for a disk.
+"""`Writer` is the thread that commits and reads the outbox of a producer. So no step of `core.step` waits for a disk.
 
 The store wakes the thread with `Requests`. The thread then commits the noted changes of the outbox. If the store has
 requested a part of the backlog (see `backlog`), the thread reads this part and feeds it to the store. If the part is to
@@ -192,7 +192,7 @@ class Writer:
     def work(self) -> bool:
         """Commit, and serve the read request if there is one. Return False if the commit has to be tried again."""
         requests = self.store.requests
-        # A request after this line wakes the thread again.
+        # Clear the flags before the commit, because a request during the commit wakes the thread again.
         self._is_urgent = requests.commit = False
         try:
             durable = take(self._outbox.commit)

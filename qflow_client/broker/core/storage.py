@@ -152,7 +152,7 @@ class Storage(EntryObserver):
             self._journal.hold(message)
 
     def read_ahead(self, then: Callable[[], object]) -> None:
-        """Unless a read is running, start to read missing bodies of the first ready entries. Then call `then`."""
+        """Read missing bodies of the first ready entries, unless a read is running. `then` is called after the read."""
         if self._is_reading:
             return
         window = self._window()

@@ -35,7 +35,7 @@ class Topology:
 
     Args:
         journal: records durable objects; ``None`` if nothing is written to disk.
-        slices: runs, in slices, the removal of the bindings to a deleted queue or exchange.
+        slices: runs the removal of the bindings to a deleted queue or exchange, a slice at a time.
         on_bindings: called after a `bind` or `unbind`, with the destination of the binding. Also called with ``None``
             if an exchange is deleted, or declared with an alternate exchange.
     """
