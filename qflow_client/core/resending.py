@@ -62,7 +62,7 @@ class Resending:
         # If an interrupted call is repeated, `by_number` has each message only once.
         by_number = {receipt._number: receipt for receipt in (*self.again, *written)}
         numbers = set(by_number)
-        # Update `refusals` first: `unanswered` is incomplete if the call is repeated after `again` was changed.
+        # Update `refusals` first: if the call is repeated after `again` was changed, `unanswered` is incomplete.
         self.refusals.end_channel(numbers, unanswered)
         self.suspects.end_channel(numbers, suspects)
         self.again = deque(by_number[number] for number in sorted(by_number))

@@ -2,7 +2,7 @@
 
 When a message enters the window or is settled, the protocol calls the store. In the same step (see `core.step`), the
 store notes the change in the outbox. The store does no I/O. The producer itself waits for the disk before `send`
-returns. In the outbox each message has a number, the *sequence*. The protocol numbers the window on its own.
+returns. In the outbox each message has a number, the *sequence*. The protocol has other numbers for the window.
 
 A message with a position (E13) is written to the broker only when it is on disk. Otherwise, after a crash, the broker
 could have a message whose position is not on disk. The next process would read its input from the earlier position, and
@@ -51,7 +51,7 @@ class _Room(Limiter):
         if self._outbox.has_room(size):
             return None
         if self._requests.commit:
-            # The requested commit deletes settled messages. Otherwise the writer may wait before this commit.
+            # The requested commit deletes settled messages. Wake the writer, which may wait before the commit.
             self._requests.writer.commit_now()
         return HoldKind.OUTBOX
 
@@ -115,7 +115,7 @@ class OutboxStore:
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
     ) -> Receipt | None:
-        """Put a message into the window and the outbox. If it cannot enter, `spills` allows to spill it.
+        """Put a message into the window and the outbox. If it cannot enter and `spills` is True, spill it.
 
         Returns:
             The receipt. The message is on disk when `Outbox.durable` reaches the present `Outbox.last`. ``None`` if

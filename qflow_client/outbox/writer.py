@@ -1,4 +1,4 @@
-"""`Writer` is the thread that commits and reads the outbox of a producer. So no step of `core.step` waits for a disk.
+"""`Writer` is the thread that commits and reads the outbox of a producer. So no step (`core.step`) waits for a disk.
 
 The store wakes the thread with `Requests`. The thread then commits the noted changes of the outbox. If the store has
 requested a part of the backlog (see `backlog`), the thread reads this part and feeds it to the store. If the part is to

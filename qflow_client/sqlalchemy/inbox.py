@@ -62,7 +62,7 @@ class Inbox:
         """Record a message in the caller's transaction. Return True if the message was not handled before.
 
         If another transaction has recorded a copy, the method waits for its end (on SQLite, at most the driver's
-        timeout). After its rollback the result is True. With either result, the caller commits, and then acks.
+        timeout). If it rolls back, the result is True. With either result, the caller commits, then acks the message.
 
         Args:
             session: session or connection of the caller. If the session is asynchronous, await the result.

@@ -157,7 +157,7 @@ class Tenure:
         self._gone: list[int] = []
         self._oldest_gone_at = 0.0
         self._aside: list[Aside] = []
-        # Text for a `RelayError`: the first settled message that is neither confirmed nor in `_aside`.
+        # Text for a `RelayError` about the first settled message that is neither confirmed nor in `_aside`.
         self._failure: str | None = None
         # Whether all existing rows have been read. If so, the next read is at `_read_at`.
         self._is_dry = False

@@ -1,6 +1,6 @@
 """Exchanges and bindings, sans-I/O: `Topology` declares and deletes exchanges, and adds and removes bindings.
 
-Durable objects are recorded in the journal. Every change increases `Router.version`, so cached routes become invalid.
+Durable objects are recorded in the journal. Every change increases `Router.version`, so each cached `Target` is resolved again.
 """
 
 from __future__ import annotations
