@@ -161,7 +161,7 @@ class Broker(CoreBroker):
         Raises:
             ChannelException: 404 if the queue does not exist. 406 if a value is not allowed, or if the thresholds
                 contradict each other or the queue's maximum. The error contains the invalid values.
-            TypeError: a keyword is not one of these names.
+            TypeError: a keyword is not one of the names listed above.
         """
         unknown = sorted(marks.keys() - set(MARKS))
         if unknown:

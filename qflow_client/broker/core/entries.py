@@ -41,7 +41,7 @@ class DropReason(StrEnum):
     EXPIRED = "expired"
     #: The queue was full: it dropped the message to make room, or it refused the message and dead-lettered it.
     MAXLEN = "maxlen"
-    #: The queue has a later message with the same key.
+    #: The queue has a later message with the same key (overflow policy `conflate`).
     CONFLATED = "conflated"
     #: Memory exceeded its limit, and the queue has the option `drop_transient` (A1).
     MEMORY = "memory"

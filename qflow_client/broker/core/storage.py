@@ -1,7 +1,7 @@
 """`Storage` observes the entries of one queue for its `Journal`, `BodyPager` and `DroppableEntries`, sans-I/O.
 
-The journal has each message of the queue. A dropped message stays in the journal until its dead letter has arrived
-(`Storage.letter_done`), so a crash before then does not lose a stored message.
+The journal has each message of the queue. A dead-lettered message stays in the journal until its dead letter has
+arrived (`Storage.letter_done`), so a crash before then does not lose a stored message.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exchanges and bindings, sans-I/O: `Topology` declares and deletes exchanges, and adds and removes bindings.
 
-Durable objects are recorded in the journal. Every change increases `Router.version`, so each cached `Target` is resolved again.
+Durable objects are recorded in the journal. Every change increases `Router.version`, so cached targets become invalid.
 """
 
 from __future__ import annotations
