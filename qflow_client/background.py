@@ -30,7 +30,7 @@ class BackgroundCall(Generic[_Answer]):
         """Begin a call of the function, or use the result of the running call. Return without waiting for the result.
 
         Args:
-            done: called with the result, on any thread. If `ask` is called again before that, its `done` replaces this.
+            done: called with the result, on any thread. A new `ask` before the result replaces this `done`.
         """
         with self._lock:
             was_running, self._is_running, self._done = self._is_running, True, done
@@ -38,7 +38,7 @@ class BackgroundCall(Generic[_Answer]):
             self._begin()
 
     def cancel(self) -> None:
-        """Forget the `done` of the running call, so that it is not called. The call itself continues."""
+        """Forget the `done` of the running call. The call continues, but its result is ignored."""
         with self._lock:
             self._done = None
 

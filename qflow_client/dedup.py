@@ -211,7 +211,7 @@ class Deduplicator:
             crash of the process loses no ids. A crash of the machine may lose the newest ids. ``None`` to keep the ids
             in memory (about 200 bytes each).
         max_count: maximum number of ids. The oldest ids are forgotten first. Choose more than the number of messages
-            that can come between two copies: the producer's unconfirmed messages, and those of other producers.
+            that can come between two copies: the producer's unconfirmed messages, and messages of other producers.
         max_age: seconds after which an id is forgotten; ``None`` for no limit.
 
     Raises:

@@ -66,7 +66,7 @@ class ProducerLines:
             "queue": queue,
         }
         self._write = write
-        # When each present hold began, and up to which time lines cover it; the keys are its kind and source.
+        # For each present hold (kind and source): when it began, and the time up to which lines cover it.
         self._holds: dict[tuple[str, str], tuple[int, int]] = {}
         # The time at which the producer became flowed, and the kind of the hold that caused it; ``None`` if unflowed.
         self._flowed: tuple[int, str] | None = None
@@ -366,7 +366,8 @@ class FlowLog:
             yield from self._drain()
 
     def _drain(self) -> Iterator[Line]:
-        # Each event adds at most one line, so the limit is 2 × items. It ends the loop even if other threads add items.
+        # Each event adds at most one line, so the limit is 2 × items. The limit ends the loop if other threads add
+        # items.
         waiting = self._waiting
         for _ in range(2 * len(waiting)):
             if not waiting:

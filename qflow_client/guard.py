@@ -1,11 +1,11 @@
 """Ensures that steps of a producer run one at a time, and never inside another step (E2).
 
-A step is a change of a producer's state. Between any two instructions of a step, Python may run *foreign code* on the
-same thread: a signal handler or a finalizer. Foreign code may send a message. If it waited for the lock of the
-interrupted step, the thread would wait for itself. If it took the lock of another producer, two threads could wait for
-each other. So a thread is marked while it waits for a lock or has the lock. If code on a marked thread needs a
-step, it gets an error, or the I/O thread executes the step later. In the usual case, `send` needs no step
-(`send_at_once`). So even foreign code can send.
+A step is one change of a producer's state, such as the handling of a received frame. Between any two instructions of a
+step, Python may run *foreign code* on the same thread: a signal handler or a finalizer. Foreign code may send a
+message. If a nested call waited for the lock of the interrupted step, the thread would wait for itself. If it took the
+lock of another producer, two threads could wait for each other. So a thread is marked while it waits for a lock or has
+the lock. If code on a marked thread needs a step, it gets an error, or the I/O thread executes the step later. In the
+usual case, `send` needs no step (`send_at_once`). So even foreign code can send.
 
 Foreign code inside a step may also wait for a lock of the application, such as the lock of a log handler. The thread
 that has this lock may be in a call that waits for the end of the step. So a call of the application waits for another
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 PATIENCE = 1.0
 # Maximum seconds that a call waits for another thread's step.
 _MAX_WAIT = 60.0
-# A long wait consists of at least this number of short waits. A suspension of the process ends only one short wait.
+# A long wait consists of at least this number of short waits. A suspended process loses only one short wait.
 _WAIT_PIECES = 10
 
 
@@ -77,7 +77,7 @@ def take(step: Callable[[], _T]) -> _T:
 
 
 def serve(run: Callable[[], None]) -> None:
-    """Run the loop of a connection. Until its end, `check_can_wait` raises an error on this thread."""
+    """Run the loop of a connection. While it runs, `check_can_wait` raises an error on this thread."""
     me = get_ident()
     _serving.add(me)
     try:

@@ -57,11 +57,11 @@ class Backoff:
         self._limit = limit
         # The next pause without jitter.
         self._next = first
-        # The time at which the `limit` seconds began.
+        # When the time limit started.
         self._began = 0.0
 
     def begin(self, now: float, *, anew: bool = True) -> None:
-        """Let the `limit` seconds begin now.
+        """Start the time limit of `limit` seconds.
 
         Args:
             anew: whether the next pause is the first, shortest one. If False, the pauses continue to grow.
@@ -294,7 +294,7 @@ class Return:
 
     While a producer is connected to another host, it probes the first host every `period` seconds. When the first host
     has answered all probes for `return_to_first` seconds, the producer returns. If the new connection fails, or is lost
-    within `return_to_first` seconds, the next wait is twice as long. The longest wait is 32 times the setting.
+    within `return_to_first` seconds, the next wait is twice as long. The longest wait is 32 times `return_to_first`.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:

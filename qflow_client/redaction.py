@@ -201,7 +201,7 @@ def hide_password(url: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a text for an error: a number, a name, a URL without passwords, or the type of any other value."""
+    """Return a text that errors can show: a number, a name, a URL without passwords, or the type of another value."""
     text = _text_of(value, _DEPTH)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
 

@@ -66,7 +66,7 @@ class Connection(TappedConnection):
         **kwargs: Any,
     ) -> None:
         self.flow_settings, url, kwargs = settings_of(self._drop_in, URL(url), kwargs)
-        #: The flow control of all channels of the connection, including closed channels (internal).
+        #: Internal: the `ChannelFlow` of each channel that was opened on this connection, even if it is closed.
         self.flows: weakref.WeakSet[ChannelFlow] = weakref.WeakSet()
         super().__init__(url, loop=loop, ssl_context=ssl_context, client_properties=client_properties, **kwargs)
 

@@ -665,7 +665,7 @@ def broker(
 def seldom_collected() -> Iterator[None]:
     """Make full garbage collections rare during the block, because they visit every message and stop all threads."""
     before = gc.get_threshold()
-    # Exclude the objects that exist now. Most of them belong to modules, and exist until the end of the process.
+    # Exclude the present objects from collections: most belong to modules, and exist until the process ends.
     gc.freeze()
     gc.set_threshold(2000, 2, 100_000)
     try:

@@ -2,7 +2,7 @@
 
 If the producer has an outbox, the outbox keeps each record until it is delivered (``outbox_keep_undelivered``). Each
 commit stores records, and the position in the input file after these records (E13). So if a run is killed, each record
-up to the stored position is confirmed or in the outbox. The next run empties the outbox, then sends later records.
+up to the stored position is confirmed or in the outbox. The next run delivers the outbox, then later records.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Tally:
             self._tell("a message of an earlier run", receipt)
 
     def _tell(self, what: str, receipt: Receipt) -> None:
-        # Without a failure, the message stays in the outbox only because the producer was closed. Do not report it.
+        # Report no message without a failure: it stays in the outbox only because the producer was closed.
         if receipt.failure is None:
             return
         if len(self.failures) < _MAX_REPORTED:
@@ -213,8 +213,8 @@ class Sending:
     ) -> tuple[list[_Item], BadRecord | None]:
         """Return the next records, and an error if the record after these records cannot be read.
 
-        If the run stores positions, it reads records in batches, because the outbox stores a batch with one commit. If
-        not, it reads one record at a time, because a slow source must not delay a record that has been read.
+        If the run stores positions, it reads records in batches, because the outbox stores a batch with one commit.
+        Otherwise it reads one record at a time, because a slow source must not delay a record that has been read.
         """
         items: list[_Item] = []
         most = 1 if self._source is None else _MAX_BATCH

@@ -6,8 +6,8 @@ sent until the broker answers the probe. If the broker refuses the probe, the ne
 up to a limit. If the broker confirms the probe, there is room again, and all messages are sent.
 
 A message is sent again until `retry_for` seconds have passed since its first refusal. The clock for these seconds stops
-while no retry is possible (E5). So it stops without a channel, and while the broker blocks the connection or stops the
-channel. A pause before a probe continues while the clock is stopped.
+while no retry is possible (E5). So it stops while there is no channel, and while the broker blocks the connection or
+stops the channel. A pause before a probe continues while the clock is stopped.
 
 When the time for retries is over, the message is settled. If the broker has refused its last copy, the message is
 *nacked*. If the channel ended before the broker answered the last copy, the message is *unknown*.
@@ -40,7 +40,7 @@ class Pauses(Protocol):
         """Make the next pause the shortest one."""
 
     def pause(self, now: float) -> float | None:
-        """Return the next pause in seconds. ``None`` stands for a pause of 0 seconds."""
+        """Return the next pause in seconds. ``None`` means 0 seconds."""
 
 
 class Refusals:
@@ -69,7 +69,7 @@ class Refusals:
         self._first_refused: dict[int, float] = {}
         # Numbers of refused messages that were written again, on a channel that ended before the broker answered.
         self._unanswered: set[int] = set()
-        #: When a probe can be sent. This time is kept while a probe is in flight. ``None`` if the broker has room.
+        #: The earliest time for the next probe, unchanged while a probe is in flight; ``None`` if the broker has room.
         self.probe_at: float | None = None
         #: The probe, from its sending until its answer is handled or its channel ends; ``None`` if there is none.
         self.probe: Receipt | None = None
@@ -141,7 +141,7 @@ class Refusals:
         return receipt._reply is not None or self._clock(now) >= since + self._retry_for
 
     def next_over(self, now: float) -> list[float]:
-        """Return the next end of the time for retries of a message other than the probe, as a list; empty if none."""
+        """Return the time when the next message, except the probe, reaches `retry_for`, as a list; empty if none."""
         # The entries are in the order of the first refusals. An entry of a settled message causes a needless timer.
         probe = 0 if self.probe is None else self.probe._number
         clock = self._clock(now)

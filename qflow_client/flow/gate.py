@@ -93,7 +93,7 @@ class Gate:
         """Lift a hold, and return it. Return ``None`` if there is no such hold."""
         hold = self._holds.pop((kind, source), None)
         if not self._holds:
-            # Do this even if there was no such hold. Ctrl-C may have interrupted an earlier call before this line.
+            # Do this even if `pop` found no hold: Ctrl-C may have interrupted an earlier call after its `pop`.
             self.is_open = not self.is_shut
             self._closed_at = None
         if hold is None:
@@ -127,7 +127,7 @@ class Gate:
     def seconds_held(self, now: float) -> dict[str, float]:
         """Return how many seconds the holds of each kind have lasted so far, including the present holds."""
         seconds = dict(self._held_for)
-        # `holds` is a copy, so any thread can call this method at any time.
+        # `self.holds` is a copy, so this method may run while another thread raises or lifts a hold.
         for hold in self.holds:
             seconds[hold.kind] = seconds.get(hold.kind, 0.0) + (now - hold.since)
         return seconds

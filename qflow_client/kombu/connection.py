@@ -30,7 +30,7 @@ _monotonic = time.monotonic
 # Maximum seconds between two checks of the heartbeats.
 _HEARTBEAT_LOOK = 1.0
 
-# A thread that runs an event loop of kombu stores its process id in ``pid``. In a forked child, the id does not match.
+# A thread that runs an event loop of kombu stores its process id in ``pid``. A forked child has another id.
 _loops = threading.local()
 
 _connections: WeakSet[Connection] = WeakSet()
@@ -74,7 +74,7 @@ class Connection(pyamqp.Connection):
         self._awaits = 0
         # Time when heartbeats were last checked.
         self._looked_at = 0.0
-        #: The process id and the keywords of the connection as a text, which `Transport.Connection` sets.
+        #: Process id and keywords as a text; `Transport.Connection` reuses a kept connection with the same text.
         self.made_of = ""
         #: The name that the broker's certificate must have; ``None`` for the name of the host.
         self.server_name: str | None = None
@@ -86,7 +86,7 @@ class Connection(pyamqp.Connection):
         _connections.add(self)
 
     def leave_to_parent(self) -> None:
-        """In a forked child, close the copy of the socket. From now on every use of the connection raises an error."""
+        """In a forked child, close the copy of the socket. Later uses of the connection raise an error."""
         wire = self._transport
         if wire is None or wire.sock is None:
             return

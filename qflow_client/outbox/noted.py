@@ -50,7 +50,7 @@ class Noted:
     def __init__(self, file: Database) -> None:
         # Guards the attributes that several threads use. The other attributes belong to the thread that writes.
         self.lock = threading.Lock()
-        #: The sequence of the last message that was put, and the sequence up to which held messages may be sent.
+        #: The sequence of the last message, and the sequence up to which messages with ``permit=False`` may be sent.
         self.last, self._permitted = outboxfile.state(file)
         # The value of `_permitted` that is on disk.
         self.permitted_durable = self._permitted
@@ -111,15 +111,15 @@ class Noted:
                 self.count += 1
                 return sequence
         except BaseException:
-            # The interrupt may have come between adding the message and counting it.
+            # Ctrl-C may have come between adding the message and counting it.
             self._is_unsure = True
             if put_with and not any(row[0] == put_with for row in (*self.rows, *self.inserting)):
-                # The interrupt may have come between adding the position and adding its message.
+                # Ctrl-C may have come between adding the position and adding its message.
                 self._positions.pop(put_with, None)
             raise
 
     def permit(self, sequence: int) -> None:
-        """Record that held messages up to a sequence may be written to a broker."""
+        """Record that messages with ``permit=False`` may be sent up to a sequence."""
         with self.lock:
             self._permitted = max(self._permitted, sequence)
 

@@ -28,12 +28,12 @@ _PREFETCH = 1000
 _EMPTY_TIMEOUT = 1.0
 # Maximum seconds to wait for the broker's answer to a close.
 _CLOSE_TIMEOUT = 5.0
-# Maximum seconds to wait for the next message of a range. The broker's replica may not have the message yet.
+# Maximum seconds to wait for the next message of a range. In a cluster, the connected node may get the message late.
 _READ_TIMEOUT = 30.0
 
 
 class StreamError(QflowError):
-    """A stream does not have the requested messages, or is no stream but a queue. The text contains its name."""
+    """A stream does not have the requested messages, or is no stream but a queue. The text names the stream."""
 
 
 class Cursor:
@@ -103,14 +103,14 @@ class StreamConsumer:
         timeout: maximum seconds to connect to each broker, and for each answer of the broker.
 
     Raises:
-        ConnectionFailed: no broker can be reached. Methods raise this error if the connection or a channel is lost.
+        ConnectionFailed: no broker can be reached. Methods: the connection or a channel is lost, or an answer is late.
     """
 
     def __init__(self, urls: Sequence[str], timeout: float, stream: str) -> None:
         self._stream = stream
         self._timeout = timeout
         self._opened = connect_first(urls, timeout, _Opened)
-        # The condition for which `_run` waits.
+        # `_run` processes events until this function returns a true value.
         self._done: Callable[[], object] = bool
 
     def __enter__(self) -> Self:
@@ -201,7 +201,7 @@ class StreamConsumer:
     def _probe(self, offset: str | int | datetime, *, to_the_end: bool) -> tuple[int, int] | None:
         """Consume from an ``x-stream-offset``. Return the first and last delivered offset; ``None`` without deliveries.
 
-        If `to_the_end` is False, use only the first of the two offsets, because `_probe` stops early.
+        If `to_the_end` is False, `_probe` stops early, so only the first of the two offsets is reliable.
         """
         found: list[int] = []
         tags = [0]

@@ -1,4 +1,4 @@
-"""The interface between a relay and a database."""
+"""The interface between a relay, which sends the rows of an outbox table, and its database."""
 
 from __future__ import annotations
 

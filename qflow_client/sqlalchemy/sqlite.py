@@ -72,7 +72,7 @@ def relay_of(connection: Connection | orm.Session) -> tuple[int | None, tuple[st
 
 
 class SqliteSession:
-    """One session of a relay. The session ignores the lease, because the lock on the file ends with the process.
+    """One session of a relay. It ignores `lease`, because the lock on the file ends with the process.
 
     Raises:
         RelayError: the driver is asynchronous, or the database is in memory.

@@ -1,7 +1,7 @@
-"""Executes the steps of a `Producer`, which are changes of the state of its `ProducerProtocol`, on any thread.
+"""Executes the steps of a `Producer` on any thread. A step changes the state of the `ProducerProtocol`.
 
-The module `guard` explains how. Only the I/O thread uses the socket. The engine opens and closes the connection and the
-outbox, and lets threads wait. It passes flow events and receipts to the callback thread.
+The module `guard` explains why steps never overlap. Only the I/O thread uses the socket. The engine opens and closes
+the connection and the outbox, and lets threads wait. It passes flow events and receipts to the callback thread.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Engine(BaseEngine):
             shared.open(self.settings.connect_timeout)
             return shared
         errors = []
-        # Check the URLs of all hosts before the first host is tried.
+        # Parse all URLs first, so that an invalid URL is an error even if an earlier host works.
         urls = hosts_in_order(self.settings)
         hosts = [parameters(url, self.settings) for url in urls]
         for host in range(len(hosts)):
@@ -396,7 +396,7 @@ class Engine(BaseEngine):
         self._on_own_thread(close)
 
     def _finish(self, deadline: float) -> None:
-        """On a thread of this package, complete a close that has begun."""
+        """Wait for the messages, and end the connection, on a thread of this package."""
         try:
             self.unregister()
             waiter = Waiter()
@@ -512,5 +512,5 @@ class Engine(BaseEngine):
         if self.storage is not None and not self.storage.commit(BRIEF):
             self.storage.close(BRIEF)
         self._take_last(self._log_forgotten)
-        # From now on, the engine ignores the producer's garbage collection. Exit handlers can still close the producer.
+        # After `detach`, garbage collection does not close the producer. Exit handlers still can.
         self.detach()

@@ -70,19 +70,20 @@ class _TapSocket:
                 return b""
             passed = services.received(data)
             if services.tap.error is not None:
-                # After a large read, pika may not read again by itself. The abort makes the socket readable again.
+                # pika gets the tap's error at its next read. But after a large read pika waits until the socket is
+                # readable. `cut` aborts the connection, which makes it readable.
                 services.add_callback_threadsafe(self.cut)
             if passed:
                 return passed
             if not self._is_tls:
                 raise BlockingIOError(errno.EAGAIN, "there is no data for pika")
-            # A TLS socket may buffer bytes that poll does not report, so read until this buffer is empty.
+            # A TLS socket may buffer bytes that poll does not report, so read at least until this buffer is empty.
             reads += 1
             if reads >= _TLS_READS and not self._sock.pending():
                 raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "there is no data for pika")
 
     def send(self, data: bytes) -> int:
-        """Send pika's data if it is pika's turn to write. Otherwise raise the error of a full socket."""
+        """Send pika's data if it is pika's turn to write. Otherwise raise the same error as a full socket."""
         services = self._services
         if not self.library_mid_chunk and (
             self._begun_record or not services.tap.at_border or services.library_sent >= self.write_chunk
@@ -102,7 +103,7 @@ class _TapSocket:
         return sent
 
     def send_ours(self, data: bytes) -> int:
-        """Send the producers' data, and set `full`. Return how many bytes are sent or can no longer be withdrawn."""
+        """Send the producers' data, and set `full`. Return how many bytes are sent or in a begun TLS record."""
         try:
             sent: int = self._sock.send(data)
         except _WOULD_BLOCK:
@@ -293,9 +294,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         changed = False
         tapped.finish_record()
         while not tapped.full and not tapped.broken:
-            # pika and the producers write in turns. Otherwise producers could fill the socket every time, and delay
-            # pika's heartbeats and acks forever. If pika has data to write, and has written nothing since a producer
-            # last wrote, complete only the present frame here. Then pika writes about one chunk.
+            # pika and the producers write in turns, so that producers do not delay pika's heartbeats and acks forever.
+            # If pika has data to write, and has written nothing since a producer last wrote, complete only this frame.
             yields = self._library_writer is not None and not self.library_sent
             with lock:
                 data = tap.unfinished if yields else tap.data_to_write(tapped.write_chunk)

@@ -21,7 +21,7 @@ __all__ = ["MANY_QUEUES", "Binding", "DirectExchange", "Exchange", "ExchangeType
 
 Headers = Mapping[str, object]
 
-#: After a message to more queues than this, other connections are served before the publisher's next frame.
+#: If a message goes to more queues than this, other connections are served before the publisher's next frame.
 MANY_QUEUES = 500
 
 

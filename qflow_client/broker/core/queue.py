@@ -10,7 +10,7 @@ before the message enters the next queue.
 
 `Contents.observers` has the observers of the entries, which are called in this order:
 
-1. `Storage`, for the journal, the pager and the droppable entries
+1. `Storage`, for the journal, the pager and the droppable entries (see `storage.py`)
 2. `Expiry`, if the queue or a message has a time to live
 3. `QueueFlows`, for the flow states and the flow log
 4. `LastValueMap`, if the overflow policy keeps only the last entry of each key
@@ -215,9 +215,9 @@ class Queue:
         """Update the fields that are checked for every message.
 
         If `is_watched` becomes true, the calling code has to increase `Router.version`, so that targets are resolved
-        again. In two cases this is not necessary. A queue that becomes overdue has flow thresholds, so it was watched
-        before. A queue that gets its `Expiry` object does not need `Channel._publish_watched`, because `enqueue` always
-        calls the observers, and `tick` drops the expired messages.
+        again. There are two exceptions. A queue that becomes overdue has flow thresholds, so it was watched before. A
+        queue that gets its `Expiry` object does not need `Channel._publish_watched`, because `enqueue` always calls the
+        observers, and `tick` drops the expired messages.
         """
         self.may_refuse = self.overflow is not None or self.is_refusing
         self.has_line = self.waiting > 0

@@ -72,7 +72,7 @@ class Slices:
         self._has_timer = False
 
     def run(self, work: Iterator[None]) -> None:
-        """Do the steps of a generator. The steps can call this method, too."""
+        """Do the steps of a generator. A step may call `run` too."""
         self._fresh.append(work)
         if not self._is_running:
             self._run_slice(self._fresh)

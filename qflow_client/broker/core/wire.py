@@ -317,7 +317,7 @@ def return_(channel: int, code: ReplyCode, text: str, names: bytes) -> bytes:
 def close(channel: int, code: int, text: str, cause: bytes) -> bytes:
     """Encode a ``Channel.Close`` frame, or on channel 0 a ``Connection.Close`` frame.
 
-    `text` may have any length. `cause` has the class id and method id of the method at fault; missing bytes are zeros.
+    A long `text` is shortened. `cause` has the class id and method id of the method at fault; missing bytes are zeros.
     """
     kind = CHANNEL_CLOSE if channel else CONNECTION_CLOSE
     payload = kind + code.to_bytes(2, "big") + short(shortened(text)) + cause.ljust(4, b"\0")

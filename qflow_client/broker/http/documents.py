@@ -95,7 +95,7 @@ class _Reader:
         self._skip_space()
 
     def steps(self, lists: dict[str, list[Any]], others: dict[str, Any]) -> Generator[None, None, None]:
-        """Read one list element, or one member that is not a list, in each step.
+        """Read the document. Each step reads one list element, or one member that is not a list.
 
         Args:
             lists: for each list in a definitions document, its name and the Python list that gets its elements.

@@ -1,9 +1,9 @@
 """Counts the memory of all messages, and collects the changes to write to disk. No I/O.
 
 A persistent message in a durable queue gets a number and waits for the next batch. If the message leaves its queues
-before the batch is collected, it is never written to disk. The `Keeper` takes one batch at a time, and reports when the
-batch is on disk. The journal then releases the confirms and calls the callbacks that waited for this batch. Each batch
-has all changes since the previous batch. So the store always has a state that the broker really had.
+before the batch is collected, it is never written to disk. The `Keeper` (`keeper.py`) takes one batch at a time, and
+reports when the batch is on disk. The journal then releases the confirms and calls the callbacks that waited for this
+batch. Each batch has all changes since the previous batch. So the store always has a state that the broker really had.
 
 Queues with the policy `flow_to_disk` evict bodies. An evicted body is removed from memory when it is on disk, and is
 read again when it is needed. `Journal.held` is the number of bytes in use, without the bodies that are being evicted.

@@ -29,7 +29,7 @@ class ProducerTally:
     Attributes:
         sent: number of messages that the producer accepted.
         checksum: sum of the CRC-32 of each sent body. The order of the bodies does not change this sum.
-        holds: kinds of the holds that block the producer now.
+        holds: kinds of the holds that blocked the producer at the time of the report.
         seconds_flowed: seconds for which each kind of hold held the producer.
     """
 
