@@ -366,8 +366,7 @@ class FlowLog:
             yield from self._drain()
 
     def _drain(self) -> Iterator[Line]:
-        # Each event adds at most one line, so the limit is 2 × items. The limit ends the loop if other threads add
-        # items.
+        # An event adds at most one line, so 2 × items are enough. The limit ends the loop if other threads add items.
         waiting = self._waiting
         for _ in range(2 * len(waiting)):
             if not waiting:

@@ -37,7 +37,7 @@ _WAIT_PIECES = 10
 
 
 class NotTaken(Enum):
-    """Returned if a step was not executed. Not an exception, because a signal handler may raise the same exception."""
+    """Returned if a step was not executed. An exception would be ambiguous: a signal handler may raise it too."""
 
     NOT_TAKEN = "not taken"
 

@@ -132,7 +132,7 @@ class Reconnection:
         self._credentials_change = credentials_change
         # How often each host has failed or was left by `move_on`. This number selects the address that is tried first.
         self._turns: Counter[int] = Counter()
-        # For each host that has failed in this round: the error, and whether the error is final.
+        # For each host that has failed since the last pause: the error, and whether the error is final.
         self._failures: dict[int, tuple[str, bool]] = {}
         #: Text for people: why the connection was lost or, at the end, why the producer stopped trying.
         self.verdict = ""

@@ -79,7 +79,7 @@ class Connection(TappedConnection):
         return self.tapped
 
     async def close(self, exc: Any = ConnectionClosed) -> None:
-        """Close like aio-pika. A `publish` that is blocked (flowed) raises `ChannelInvalidStateError`."""
+        """Close like aio-pika. Blocked (flowed) calls of `publish` raise `ChannelInvalidStateError`."""
         flows = tuple(self.flows)
         for flow in flows:
             flow.left = True

@@ -43,6 +43,6 @@ class Unreported:
             self._limits.controller.gate.hold(HoldKind.CAPACITY, now=now, source=ON_DELIVERY, detail=detail)
 
     def note_reported(self, count: int) -> bool:
-        """Record that `count` receipts were reported to the application. Return True if the hold can now end."""
+        """Record that `count` receipts were reported. Return True if so few are left that the hold can end."""
         self.count -= count
         return self.count <= self._limits.max_capacity // 2

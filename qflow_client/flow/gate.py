@@ -104,7 +104,7 @@ class Gate:
         return hold
 
     def heal(self) -> None:
-        """Repair the state after an interrupted `hold` or `lift`."""
+        """Repair `is_open` and `closed_since` after Ctrl-C has interrupted `hold` or `lift`."""
         since = min((hold.since for hold in self._holds.values()), default=None)
         self.is_open = since is None and not self.is_shut
         if since is None or self._closed_at is None:

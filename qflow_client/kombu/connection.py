@@ -179,7 +179,7 @@ class Connection(pyamqp.Connection):
             flow = getattr(channel, "_flow", None)
             if flow is not None:
                 if flow.protocol.unwritten:
-                    # Write the answers to the broker's flow frames, and the messages that are no longer held.
+                    # Write the answers to the broker's flow frames, and the messages that a hold has delayed.
                     wire.flush()
                 flow.look()
 

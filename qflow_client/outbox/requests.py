@@ -10,18 +10,18 @@ __all__ = ["ReadRequest", "Requests"]
 
 
 class ReadRequest(NamedTuple):
-    """A part of the backlog that is to be read."""
+    """A part of the backlog (the messages that wait on disk) that the writer has to read."""
 
     #: The part begins after the message with this sequence (its number in the outbox).
     after: int
     #: The last sequence of the backlog.
     upto: int
-    #: True if the messages are to be sent. False if only messages that are too old are to be settled.
+    #: True to send the messages. False only to settle the messages that are too old (`outbox_max_age`).
     sends: bool
 
 
 class Requests:
-    """The next tasks of the writer. No lock is needed, because the producer and the writer only assign attributes."""
+    """The requests to the writer. No lock is needed, because the producer and the writer only assign attributes."""
 
     __slots__ = ("_reports", "commit", "read", "writer")
 

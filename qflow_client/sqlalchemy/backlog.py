@@ -66,7 +66,7 @@ def _limited(connection: Connection) -> Iterator[None]:
 
 
 class Backlog:
-    """The result of `measure` for one outbox. Any number of threads can read the same object."""
+    """Caches the result of `measure` for one outbox. Any number of threads can read the same object."""
 
     def __init__(self, engine: Engine, tables: Tables) -> None:
         self._engine = engine

@@ -215,7 +215,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         # If True, `pump` runs now or will be called. `pump` clears the flag before its final check for output. So a
         # thread that has added output and finds the flag True need not wake the I/O thread.
         self.awake = False
-        # How often `awake` was cleared.
+        # How often `awake` was cleared, see `wake`.
         self._rests = 0
         # Whether `wake` sets `awake`; see `is_undisturbed`.
         self._may_set_awake = is_undisturbed()
@@ -246,7 +246,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             self._calls.clear()
 
     def _on_woken(self) -> None:
-        # Read first. Then a call that is requested while the following calls run wakes the loop again.
+        # Read first, so that a call that is added from now on wakes the loop again.
         with suppress(BlockingIOError):
             self._woken.recv(_READ_CHUNK)
         for _ in range(len(self._calls)):
@@ -369,7 +369,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             return self.call_later(0.0, partial(on_done, error))
 
     def set_writer(self, fd: int, on_writable: Callable[[], None]) -> None:
-        """Same as pika's method. The tapped socket has two writers, pika and the producers."""
+        """Same as pika's method, but producers may also wait until the tapped socket is writable, see `_watch`."""
         if self.tapped is None or fd != self.tapped.fileno():
             super().set_writer(fd, on_writable)
             return

@@ -233,7 +233,7 @@ class TopicExchange(Exchange):
     def __init__(self, name: str, **keywords: Any) -> None:
         super().__init__(name, **keywords)
         self._root = _Branch([])
-        # Number of bindings added so far. `matching` returns bindings in the order in which they were added.
+        # Number of bindings added so far. `matching` sorts the bindings by this number.
         self._made = 0
 
     def _added(self, binding: Binding) -> None:

@@ -2,7 +2,7 @@
 
 `Channel.on_method` finds the handler of a method in `METHODS`. The arguments of a handler are the channel and the
 decoded method. The handler raises an `AmqpError` to refuse the method. With a store, an answer that reports a change of
-the topology waits until the change is on disk.
+the topology (queues, exchanges and bindings) waits until the change is on disk.
 """
 
 from __future__ import annotations

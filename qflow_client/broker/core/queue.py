@@ -104,7 +104,7 @@ class Queue:
 
     Args:
         limits: thresholds and maximum.
-        options: the options, which never change.
+        options: settings of the queue that never change.
         rule: computes the limits; ``None`` if `limits` never change.
         exclusive_owner: the only connection that may use the queue; ``None`` if all connections may use it.
         flow_options: which channels the queue blocks, and how these channels are unblocked.

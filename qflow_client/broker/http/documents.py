@@ -29,7 +29,7 @@ def encoded(value: Any) -> bytes:
 async def encode(value: Any, turns: Turns) -> bytes | bytearray:
     """Encode a value as JSON, in slices.
 
-    `value` is an argument for `encoded`, a list or iterator of such arguments, or a dictionary of these.
+    `value` is an object that `encoded` accepts, a list or iterator of such objects, or a dictionary of both kinds.
     """
     # Append the parts one by one. A join of many parts would block the event loop.
     text = bytearray()

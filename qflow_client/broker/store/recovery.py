@@ -13,7 +13,7 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """One recovery. Call `recover_topology`, then `recover_messages` for all messages in parts, and then `finish`."""
+    """Restores one store: call `recover_topology`, `recover_messages` for all messages in parts, and then `finish`."""
 
     def __init__(self, host: VirtualHost, journal: Journal, wall_clock: Callable[[], float]) -> None:
         self._host = host

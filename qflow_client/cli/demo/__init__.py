@@ -108,7 +108,7 @@ class _Stage:
         )
 
     def look(self) -> None:
-        """Update `run` from reports and the queue. Raise `CommandError` if a process has failed or nothing changes."""
+        """Update `run`. Raise `CommandError` if a process has failed, or nothing changes for `_FAIL_AFTER` seconds."""
         producers: Sequence[ProducerTally] = self._producers.latest() or self.run.producers
         consumer: ConsumerTally = self._consumer.latest() or self.run.consumer
         before = self.run

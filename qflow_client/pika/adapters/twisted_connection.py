@@ -52,7 +52,7 @@ class TwistedProtocolConnection(_pika.TwistedProtocolConnection):
 
     def __init__(self, parameters: Any = None, custom_reactor: Any = None) -> None:
         super().__init__(parameters, custom_reactor)
-        # pika creates `_impl` itself, so `_impl` is not a `FlowedConnection`, and needs `follow`.
+        # pika creates `_impl` itself, as a connection without flow control. `follow` adds flow control.
         follow(self._impl)
 
     def channel(self, channel_number: int | None = None) -> Any:
