@@ -124,7 +124,7 @@ def _censor(text: str) -> _Censored:
     shown_query, secrets, has_at = _censor_query(query or "")
     has_at = has_at or (not at and ":" in authority and "@" in (query or ""))
     if "@" in path or has_at or is_encoded or not _HOST.fullmatch(host) or ("#" in path and ":" in authority):
-        # The end of the password is uncertain, because it contains a / ? or #, the colon before it is encoded, or the
+        # The end of the password is uncertain: the password contains a / ? or #, the colon before it is encoded, or the
         # host is missing. So all text before the last @ may belong to the password.
         hidden, at, tail = text[begin:].rpartition("@")
         name, *colon = _COLON.split(authority, maxsplit=1)

@@ -108,14 +108,14 @@ class PoisonDetector:
         self._sent_at = now
 
     def note_loss(self, in_flight: Sequence[Receipt], settled: int, text: str, now: float) -> Sequence[Receipt]:
-        """Record that the connection is lost.
+        """Record a lost connection, and return the messages that become suspects.
 
         Args:
             in_flight: the messages that may have arrived, and that the broker has not answered.
             settled: the number of messages that were settled so far.
 
         Returns:
-            The suspects. If `is_proven`, the only suspect is the candidate.
+            The new suspects. If `is_proven`, the only one is the candidate.
         """
         if settled > self._settled:
             self._settled = settled

@@ -19,7 +19,7 @@ class Hold:
     Attributes:
         kind: the reason, as one word, such as ``"paused"``.
         since: when the hold was raised, in seconds of the caller's clock.
-        source: the code that raised the hold. Holds of the same kind from two sources are two holds.
+        source: name of the code that raised the hold. Holds of the same kind from two sources are two holds.
         detail: an explanation for people.
     """
 

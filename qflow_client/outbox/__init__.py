@@ -1,4 +1,4 @@
-"""The outbox keeps admitted messages on disk until they are settled. So they survive the death of the process.
+"""The outbox keeps admitted messages on disk until they are settled. So they survive a crash of the process.
 
 `Outbox` (`outbox.py`) opens the file (`file.py`), and notes changes in memory (`noted.py`). A commit writes the noted
 changes to the file. One thread at a time uses the file (`access.py`). A program can use an `Outbox` without a producer.
@@ -9,7 +9,7 @@ the interface `qflow_client.core.store.Store`. Messages that wait on disk and ar
 
 When a message enters the window, the store notes the message in the outbox in the same step. `send` returns when the
 message is on disk. When the broker confirms the message, the store notes the confirm, and a later commit deletes the
-message. If the process dies before that commit, the next producer sends the message again.
+message. If the process ends before that commit, the next producer sends the message again.
 """
 
 from __future__ import annotations

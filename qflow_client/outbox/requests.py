@@ -31,7 +31,7 @@ class Requests:
         self.writer: Any = None
         #: Whether a commit was requested and has not begun yet.
         self.commit = False
-        #: The requested part of the backlog, until the result is fed to the backlog; ``None`` without a request.
+        #: The part that the writer has to read, until the backlog has the result; ``None`` without a request.
         self.read: ReadRequest | None = None
 
     def request_commit(self, *, ends_wait: bool = False) -> None:

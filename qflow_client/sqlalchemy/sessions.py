@@ -23,7 +23,7 @@ class RelayError(QflowError):
 
 
 class Row(NamedTuple):
-    """A message in the outbox."""
+    """One row of the outbox table: a message."""
 
     id: int
     partition: int

@@ -4,7 +4,7 @@ SQLite allows one writer at a time, and assigns the id of a row while the writer
 the order of their ids. The new rows are therefore exactly the rows after the last row that was read.
 
 One relay at a time works on a database. The relay locks the file ``<database>.relay``. If the relay's process ends, the
-operating system releases the lock. For `Outbox.status`, the file contains the holds of the relay.
+operating system releases the lock. For `Outbox.status`, the file contains the holds of the relay's producer.
 """
 
 from __future__ import annotations

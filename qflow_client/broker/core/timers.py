@@ -54,7 +54,7 @@ class Timers:
 
 
 class Slices:
-    """Does work in slices. The first slice of new work runs immediately. Timers start the further slices.
+    """Does work in slices (some steps of a generator). The first slice runs immediately, and timers start the others.
 
     So work that fits in one slice is done immediately, even while larger work is not done yet.
     """

@@ -3,8 +3,8 @@
 Each queue has its own time series. Connections and channels have only totals, because they are often opened and closed,
 and each of them would need new time series.
 
-This module writes the text itself, in slices. With 20,000 queues, `prometheus_client` would block the event loop for
-seconds.
+This module writes the text itself, in slices (see `Turns`). With 20,000 queues, `prometheus_client` would block the
+event loop for seconds.
 """
 
 from __future__ import annotations
