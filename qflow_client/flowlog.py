@@ -219,7 +219,7 @@ class FlowLog:
         self._told_lost = 0
         self._watches: list[_Watch] = []
         self._lock = threading.Lock()
-        # Protects the file and the lines of each producer. Usually only the writing thread takes this lock.
+        # Protects the file and each `ProducerLines`. Usually only the writing thread takes this lock.
         self._writing = threading.Lock()
         self._finished: deque[Path] = deque()
         self._serial = 0

@@ -65,7 +65,7 @@ def check_can_wait(
 
 
 def take(step: Callable[[], _T]) -> _T:
-    """Mark this thread as inside a step while a function runs. Unlike `Guard.take`, take no lock."""
+    """Mark this thread as inside a step while a function runs. Unlike `Guard.take`, this function takes no lock."""
     me = get_ident()
     if me in _inside:
         raise NestedCall("a call")

@@ -28,7 +28,7 @@ __all__ = [
     "encode_timestamp",
 ]
 
-#: Maximum depth of nested tables and arrays. Most decoders are recursive, so they fail at some depth.
+#: Maximum depth of nested tables and arrays. Most clients decode recursively, so they fail at some depth.
 MAX_DEPTH = 100
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -171,7 +171,7 @@ def _array(items: Sequence[object], depth: int) -> bytes:
 
 
 def _value(value: object, depth: int) -> bytes:
-    """Return the octet of a value's type and the encoded value. `depth` is that of the surrounding table or array."""
+    """Encode a value, after the octet of its type. `depth` is the depth of the surrounding table or array."""
     if isinstance(value, str):
         try:
             raw = value.encode()

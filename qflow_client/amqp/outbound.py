@@ -56,7 +56,7 @@ class Outbound:
         self._data, self._ends, self._borders, self._rest, self._taken = data, ends, borders, rest, 0
 
     def skip(self) -> None:
-        """Count a message that is written without this object. All bytes of this object must already be written."""
+        """Count a message whose bytes the caller writes itself. All bytes of this object must already be written."""
         self._done += 1
 
     def put_control(self, frame: bytes) -> None:
@@ -138,7 +138,7 @@ class Outbound:
         """Return the next bytes to write; empty if everything is written.
 
         Args:
-            limit: approximate maximum number of bytes. A batch is not divided. So the limit applies only to `rest`.
+            limit: approximate maximum number of bytes. It applies only to `rest`, because a batch is not divided.
         """
         if self._at:
             self._end_if_written()

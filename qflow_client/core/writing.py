@@ -1,9 +1,9 @@
 """Makes the bytes that a producer writes, and takes back messages that are not written.
 
 The bytes come from `Unconfirmed.outbound`. If `outbound` is empty, the next messages get their tags and frames.
-Messages to be sent again come first, then messages that were never written. So first copies are sent in the order of
-admission (E1). A store may delay unsent messages until they are on disk. If the broker stops the channel, messages
-without a written byte go back to the collection that they came from.
+Messages to be sent again come first, then messages that were never written, each group in the order of admission (E1).
+A store may delay unsent messages until they are on disk. If the broker stops the channel, messages without a written
+byte go back to the collection that they came from.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from qflow_client.sqlalchemy.tables import Tables, dialect_of
 
 __all__ = ["Backlog", "measure"]
 
-# If a query took d seconds, the next query starts at the earliest max(_PERIOD, _RARITY * d) seconds after its end.
+# After a query of d seconds, no query starts for max(_PERIOD, _RARITY * d) seconds.
 _PERIOD = 10.0
 _RARITY = 100.0
 # A reader waits at most `_PATIENCE` seconds for a result. PostgreSQL ends a query after `_LONGEST` seconds.

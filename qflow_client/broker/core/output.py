@@ -72,7 +72,7 @@ class Output:
     """The outgoing frames of one connection.
 
     Args:
-        journal: calls back when records are on disk; ``None`` if there is no journal.
+        journal: calls back when changes are on disk; ``None`` if there is no journal.
         now: monotonic seconds.
         on_output: called for the first output after each `take`, and at each call of `write_past_promises`.
     """
@@ -187,7 +187,7 @@ class Output:
             channel.consuming.wait_for_disk(True)
 
     def promise_kept(self, number: int, more: int) -> None:
-        """Record that a promise has its frames. `take` returns the frames of a channel up to a promise without frames.
+        """Record that a promise has its frames. `take` returns a channel's frames up to a promise without frames.
 
         `more` is the size of the promised frames in bytes, minus `Promise.size`.
         """

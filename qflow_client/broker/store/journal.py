@@ -114,7 +114,7 @@ class Journal:
 
     Args:
         wall_clock: function that returns seconds since 1970.
-        has_store: whether there is a store. Without a store the journal only counts memory.
+        has_store: False without a store. Then the journal only counts memory.
         limit: maximum bytes of messages in memory (A1); 0 for no limit.
     """
 
@@ -162,7 +162,7 @@ class Journal:
         self._moves: dict[int, Record] = {}
         self._removals: list[int] = []
         self._callbacks: list[Callable[[], None]] = []
-        # Total body bytes and overhead of the messages in `_puts`. From `MAX_BATCH` on, `divide` makes a full batch.
+        # Total body bytes and overhead of the messages in `_puts`. At `MAX_BATCH`, `divide` makes a full batch.
         self._pending = 0
         # Full batches, oldest first. They are written before the changes that are in no batch yet.
         self._full: deque[Batch] = deque()
