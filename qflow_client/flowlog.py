@@ -391,7 +391,7 @@ class FlowLog:
     # Files.
 
     def _finish_left_behind(self) -> None:
-        """Finish the unfinished files of processes that have ended. The files of running processes are locked."""
+        """Rename the unfinished files of processes that have ended. The files of running processes are locked."""
         for path in self.folder.glob(f"{_UNFINISHED}*.jsonl"):
             try:
                 with path.open("rb") as file:

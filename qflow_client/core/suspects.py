@@ -42,7 +42,7 @@ def narrow_down(suspects: Sequence[Receipt], text: str) -> Sequence[Receipt]:
 
 
 class Suspects:
-    """The messages that are sent one at a time."""
+    """The messages that may have ended an earlier channel, and that are now sent one at a time."""
 
     __slots__ = ("alone", "numbers")
 

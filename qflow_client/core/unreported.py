@@ -13,7 +13,7 @@ from qflow_client.receipt import Receipt
 
 __all__ = ["ON_DELIVERY", "Unreported"]
 
-#: The source of the hold for `on_delivery` callbacks that are slower than the broker's confirms.
+#: The source of the `capacity` hold that is raised if `on_delivery` callbacks are slower than the broker's confirms.
 ON_DELIVERY = "on_delivery"
 
 

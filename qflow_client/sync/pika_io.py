@@ -103,7 +103,7 @@ class _TapSocket:
         return sent
 
     def send_ours(self, data: bytes) -> int:
-        """Send the producers' data, and set `full`. Return how many bytes are sent or in a begun TLS record."""
+        """Send the producers' data, and update `full`. Return how many bytes are sent or in a begun TLS record."""
         try:
             sent: int = self._sock.send(data)
         except _WOULD_BLOCK:
@@ -295,7 +295,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         tapped.finish_record()
         while not tapped.full and not tapped.broken:
             # pika and the producers write in turns, so that producers do not delay pika's heartbeats and acks forever.
-            # If pika has data to write, and has written nothing since a producer last wrote, complete only this frame.
+            # If pika has data, and has written nothing since a producer last wrote, complete only a partly written
+            # frame.
             yields = self._library_writer is not None and not self.library_sent
             with lock:
                 data = tap.unfinished if yields else tap.data_to_write(tapped.write_chunk)
