@@ -294,9 +294,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         changed = False
         tapped.finish_record()
         while not tapped.full and not tapped.broken:
-            # pika and the producers write in turns, so that producers do not delay pika's heartbeats and acks forever.
-            # If pika has data, and has written nothing since a producer last wrote, complete only a partly written
-            # frame.
+            # pika and the producers take turns, so that pika's heartbeats and acks are not delayed forever. If pika has
+            # data, and has written nothing since a producer last wrote, complete only a partly written frame.
             yields = self._library_writer is not None and not self.library_sent
             with lock:
                 data = tap.unfinished if yields else tap.data_to_write(tapped.write_chunk)
