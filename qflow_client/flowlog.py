@@ -249,7 +249,7 @@ class FlowLog:
             producer: a `Producer` or an `AsyncProducer`.
 
         Returns:
-            A function that ends the observation. The observation of a closed producer ends without this call.
+            A function that ends the observation. If the producer is closed, the log ends the observation itself.
         """
         settings = producer.settings
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
@@ -357,7 +357,7 @@ class FlowLog:
                     self._finish()
 
     def _take(self) -> Iterator[Line]:
-        # Read the time before the queue. Then all events up to `at` are handled before the holds are reported at `at`.
+        # Read the time before the queue, so that all events up to `at` are handled before `_tell` reports the holds.
         at = microseconds(time.time())
         yield from self._drain()
         if time.monotonic() >= self._tell_at:

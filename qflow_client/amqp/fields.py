@@ -1,7 +1,7 @@
 """Encodes and decodes AMQP 0-9-1 data fields (section 4.2.5): octets, short strings, timestamps and field tables.
 
 The encoder uses only field types that RabbitMQ and its usual clients decode in the same way. Integers are encoded as
-``I`` and ``l``. The decoder accepts all field types of RabbitMQ.
+``I`` (32 bits) or ``l`` (64 bits). The decoder accepts all field types of RabbitMQ.
 """
 
 from __future__ import annotations

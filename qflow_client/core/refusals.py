@@ -37,7 +37,7 @@ class Pauses(Protocol):
     """Computes the pauses before probes."""
 
     def begin(self, now: float) -> None:
-        """Make the next pause the shortest one."""
+        """Start again with the shortest pause."""
 
     def pause(self, now: float) -> float | None:
         """Return the next pause in seconds. ``None`` means 0 seconds."""
@@ -65,7 +65,7 @@ class Refusals:
     def __init__(self, pauses: Pauses | None, retry_for: float) -> None:
         self._pauses = pauses
         self._retry_for = retry_for
-        # The time of each message's first refusal on `_clock`, by message number.
+        # When each message was first refused, in seconds of `_clock`. The keys are message numbers.
         self._first_refused: dict[int, float] = {}
         # Numbers of refused messages that were written again, on a channel that ended before the broker answered.
         self._unanswered: set[int] = set()

@@ -116,7 +116,7 @@ class Gate:
         self.is_open = False
 
     def forget_past(self) -> None:
-        """Reset `times_closed` and the result of `seconds_held`. The present holds still count."""
+        """Forget the past holds. Then `times_closed` and `seconds_held` count only the present holds."""
         self._held_for.clear()
         self.times_closed = int(bool(self._holds))
 

@@ -48,7 +48,7 @@ class FileAccess:
         self.durable = durable
         # Held while the file is used.
         self._lock = threading.Lock()
-        # Guards the two attributes below.
+        # Guards `_current` and `_waiting`.
         self._turns_lock = threading.Lock()
         # The turn of the thread that uses the file, and the waiting turns, in order.
         self._current: _Turn | None = None

@@ -267,7 +267,7 @@ class StreamConsumer:
             del properties.headers[_OFFSET]
             received += 1
             if cursor.take(offset):
-                # If the publisher sent no headers, the table of headers contained only the offset, and is empty now.
+                # The table is empty if it contained only the offset, because the publisher sent no headers.
                 properties.headers = properties.headers or None
                 rows.append(row_of(method, properties, body))
                 offsets.append(offset)

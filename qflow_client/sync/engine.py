@@ -246,7 +246,7 @@ class Engine(BaseEngine):
 
         Args:
             deadline: as for `Guard.try_take`. ``None`` (no limit) is allowed only on threads of this package.
-            ticket: the ticket of a call of `send`; ``None`` for other calls. After an error the ticket is withdrawn.
+            ticket: the ticket of a call of `send`; ``None`` for other calls. An error withdraws the ticket.
 
         Returns:
             The result of the call; `NOT_TAKEN` if a step could not be executed. Then the ticket's message is not sent.

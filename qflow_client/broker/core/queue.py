@@ -78,7 +78,7 @@ class Surroundings(Protocol):
         """Dead-letter a message that a queue with a dead-letter exchange has dropped or refused."""
 
     def note_surplus(self, queue: Queue, on: bool) -> None:
-        """Record whether a queue exceeds its maximum until `Queue.tick` drops more messages."""
+        """Record whether a queue exceeds its maximum, so that `Queue.tick` has to drop more messages."""
 
     def unused(self, queue: Queue) -> None:
         """Delete the queue, because it was unused for the time in its argument ``x-expires``."""

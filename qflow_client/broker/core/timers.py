@@ -79,7 +79,7 @@ class Slices:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let all work that is started in this context share one slice, which begins at the end of the context."""
+        """Delay work of the ``with`` block until the end of the block, and begin all of it in one slice."""
         was_running, self._is_running = self._is_running, True
         try:
             yield

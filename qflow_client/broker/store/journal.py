@@ -124,7 +124,7 @@ class Journal:
     SMALL_HEADER = 128
     #: Approximate bytes that a message needs in memory for each further queue that it is in.
     ENTRY = 160
-    #: Maximum of `max_backlog`, in bytes.
+    #: Maximum of `max_backlog` in bytes, see `ports.Journal`.
     MAX_BACKLOG = 8 << 20
     #: Maximum body bytes that a queue reads ahead from disk.
     MAX_WINDOW = 1 << 20
