@@ -2,7 +2,7 @@
 
 A log consists of many files. Some files may be lost, and a reader may read the files in any order. So each line is
 complete: it repeats all facts of earlier lines that a reader needs. A long hold is reported in several lines, one for
-each period. Times are whole microseconds since 1970, so that sums do not depend on the order of the lines.
+each period. Times are integers (microseconds since 1970), because sums of floats depend on the order of the lines.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def _server(url: str) -> dict[str, Any]:
 
 
 class _Span:
-    """Keeps the span of a message until the message is settled."""
+    """Keeps the span of a message until the message is settled or waits only on disk, or its `send` fails."""
 
     __slots__ = ("fresh", "span")
 

@@ -169,7 +169,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
                 outbox stores message and position in one commit (E13), before the message is written to the broker.
 
         Returns:
-            The receipt, as soon as the message is admitted. The broker's confirm comes later.
+            The receipt, when the message is admitted, and on disk if there is an outbox. The confirm comes later.
 
         Raises:
             FlowControlTimeout: the producer is still flowed after `timeout`; the message was not and will not be sent.

@@ -252,7 +252,7 @@ def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, 
 
 
 def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
-    """Encode like `properties`, but return the values before and after the message id separately."""
+    """Encode like `properties`, but split the values in front of the message id. An id in `given` begins the end."""
     flags = 0
     values = []
     # Number of values before the message id.

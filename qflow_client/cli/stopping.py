@@ -14,7 +14,7 @@ __all__ = ["Stopped", "Stopping"]
 
 
 class Stopped(BaseException):
-    """SIGINT or SIGTERM came before or during a block of `Stopping.breakable`."""
+    """A signal (SIGINT or SIGTERM) ends the command, for example in a block of `Stopping.breakable`."""
 
 
 class Stopping:

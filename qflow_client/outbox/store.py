@@ -258,7 +258,7 @@ class OutboxStore:
         self.backlog.drop_admitted(next(reversed(self._sequences.values()), 0))
 
     def _drop_orphans(self) -> None:
-        """Withdraw messages that were put into the outbox, but then neither entered the window nor were spilled."""
+        """Withdraw messages that an interrupted step put into the outbox, but did not admit."""
         admitted = max(self._last_sequence, next(reversed(self._sequences.values()), 0))
         if self.outbox.last > admitted:
             self.outbox.withdraw(admitted + 1, self.outbox.last)

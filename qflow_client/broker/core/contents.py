@@ -129,7 +129,7 @@ class Contents:
         return entry
 
     def conflate(self, message: StoredMessage) -> None:
-        """Drop the last message with the same key as a new message. An unacked message is not dropped."""
+        """Drop the last message with the same key as `message`. An unacked message is not dropped."""
         last = self.values.last(message) if self.values is not None else None
         if last is not None and not last.is_unacked and not last.is_gone:
             self.take_out(last)
