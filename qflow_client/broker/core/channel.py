@@ -329,8 +329,7 @@ class Channel:
             return
         if not queues and target.mandatory:
             self.return_message(message)
-        letters = self.host.dead_letters
-        causes = letters.causes
+        letters, causes = self.host.dead_letters, self.host.dead_letters.causes
         if len(queues) == 1 and not queues[0].dropping.has_letters:
             # If the queue sends no dead letters, `with letters` is not needed. Publishing is 5 % faster without it.
             refused = refusal(queues, message.size)
@@ -387,7 +386,9 @@ class Channel:
         # A message with a tag stays in the connection's backlog until its confirm is released (D7).
         if not waiting.tag:
             self.flow.repay(waiting.message.size)
+        before = self.host.dead_letters.causes
         self._enqueue(waiting.message, waiting.queues, waiting.tag)
+        self.session.wait_for_letters(before)
 
     def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
         self.waiting.pop(waiting, None)

@@ -270,7 +270,7 @@ class Consuming:
         for consumer in consumers:
             if not consumer.is_active:
                 consumer.queue.dispatcher.wake(consumer)
-                consumer.queue.dispatcher.dispatch()
+                consumer.queue.dispatcher.dispatch(drops_each(len(consumers)))
 
     def want(self, on: bool) -> None:
         """Start or stop deliveries, as the client's Channel.Flow requests."""
@@ -364,7 +364,7 @@ class Consuming:
             queue.trim(drops_each(len(back)))
         self.wake()
         for queue in back:
-            queue.dispatcher.dispatch()
+            queue.dispatcher.dispatch(drops_each(len(back)))
 
     def recover(self, *, requeue: bool) -> None:
         """Deliver unsettled messages to their consumers again. Requeue a message that its consumer cannot take now.

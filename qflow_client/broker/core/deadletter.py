@@ -24,6 +24,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, NamedTuple
 
 from qflow_client.amqp.fields import encode_table
@@ -96,6 +97,9 @@ class DeadLetters:
 
     #: Maximum size of a slice: the number of its dead messages, plus the number of queues that each of them goes to.
     AT_ONCE = 1000
+    #: Maximum number of dead messages, and approximate bytes of their bodies, that are read from disk at once.
+    READS = 100
+    READ_SIZE = 1 << 20
 
     __slots__ = (
         "_began",
@@ -107,6 +111,7 @@ class DeadLetters:
         "_letters",
         "_number",
         "_pauses",
+        "_reads",
         "_resolve",
         "_surplus",
         "_timers",
@@ -136,8 +141,10 @@ class DeadLetters:
         # While a dead letter is sent: the number of its cause, and the messages that die because of it.
         self._number = 0
         self._dying: list[tuple[int, Queue, StoredMessage, DropReason]] = []
-        # The queues that exceed their maximum until `Queue.tick` has dropped more messages.
-        self._surplus: dict[Queue, None] = {}
+        # The queues that exceed their maximum until `Queue.tick` has dropped more messages, with the cause's number.
+        self._surplus: dict[Queue, int] = {}
+        # Number of bodies that are being read from disk. Until they are in memory, no letter is sent.
+        self._reads = 0
         # Number of causes so far: deaths, and surpluses (see `note_surplus`), that no dead letter has caused.
         self.causes = 0
         # Number of the blocks `with dead_letters:` that have not ended, and the time at which the first of them began.
@@ -178,35 +185,50 @@ class DeadLetters:
         if on:
             if not self._number:
                 self.causes += 1
-            self._surplus[queue] = None
+            self._surplus.setdefault(queue, self._number or self.causes)
         elif queue in self._surplus:
             del self._surplus[queue]
             self._go_on_soon()
 
+    @property
+    def _blocked_from(self) -> float:
+        """The lowest number of a cause whose letters must not be sent yet, because a queue exceeds its maximum."""
+        return min(self._surplus.values()) if self._surplus else math.inf
+
     def is_done(self, causes: int) -> bool:
-        """Whether no queue exceeds its maximum, and all letters whose cause has a number up to `causes` are sent."""
-        return not self._surplus and (not self._dead or self._dead[0][0] > causes)
+        """Whether the letters of all causes up to a number are sent, and their surpluses are dropped."""
+        return self._blocked_from > causes and (not self._dead or self._dead[0][0] > causes)
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call a function when no queue exceeds its maximum, and the letters of all present dead messages are sent."""
+        """Call a function when `is_done` is true for all causes so far."""
         self._waiting.append((self.causes, call))
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether letters are not sent yet."""
+        return bool(self._dead)
+
     def send_all(self) -> None:
-        """Send all letters immediately, before the broker stops."""
-        while self._dead:
-            self._send(self._clock(), is_first=True)
+        """Send all letters, before the broker stops, up to the first whose body has to be read from disk."""
+        while self._dead and not self._reads:
+            try:
+                self._send(self._clock(), is_first=True)
+            except Exception:
+                _log.exception("a dead letter could not be sent")
 
     def _go_on_soon(self) -> None:
         """Schedule `tick` if `tick` can send a letter, or can call a function that `when_done` has stored."""
-        can_go_on = self._dead or (self._waiting and self.is_done(self._waiting[0][0]))
-        if can_go_on and not self._has_timer and not self._surplus:
+        if self._has_timer or self._reads:
+            return
+        can_send = self._dead and self._dead[0][0] < self._blocked_from
+        if can_send or (self._waiting and self.is_done(self._waiting[0][0])):
             self._has_timer = True
             self._timers.wake_at(self, self._clock())
 
     def tick(self, now: float) -> None:
         self._has_timer = False
         try:
-            if not self._surplus:
+            if self._dead and self._dead[0][0] < self._blocked_from:
                 self._send(self._clock(), is_first=True)
             while self._waiting and self.is_done(self._waiting[0][0]):
                 self._waiting.popleft()[1]()
@@ -223,8 +245,17 @@ class DeadLetters:
         left: float = self.AT_ONCE
         self._pauses += 1
         try:
-            while self._dead and (is_first or (left > 0 and not self._surplus and self._clock() < end)):
-                self._number, queue, message, reason = self._dead.popleft()
+            blocked_from = math.inf if is_first else self._blocked_from
+            while self._dead and not self._reads:
+                number, queue, message, reason = self._dead[0]
+                if not is_first and (left <= 0 or number >= blocked_from or self._clock() >= end):
+                    break
+                if message.body is None and not message.is_lost:
+                    self._read_next()
+                    continue
+                self._number = number
+                self._dead.popleft()
+                surpluses = len(self._surplus)
                 try:
                     left -= self._send_next(queue, message, reason, math.inf if is_first else left)
                 finally:
@@ -232,6 +263,8 @@ class DeadLetters:
                     if self._dying:
                         self._dead.extendleft(reversed(self._dying))
                         self._dying.clear()
+                if is_first or len(self._surplus) != surpluses:
+                    blocked_from = self._blocked_from
                 is_first = False
         finally:
             self._pauses -= 1
@@ -239,6 +272,19 @@ class DeadLetters:
                 # Free the decoded deaths, because they use far more memory than the encoded header.
                 letter.deaths = None
             self._letters.clear()
+
+    def _read_next(self) -> None:
+        """Read the bodies of the next few dead messages from disk. They stay in memory until they are sent."""
+        size = 0
+        for _, _, message, _ in islice(self._dead, self.READS):
+            if message.body is None and not message.is_lost and size < self.READ_SIZE:
+                size += message.size
+                self._reads += 1
+                self._when_read(message, self._was_read)
+
+    def _was_read(self) -> None:
+        self._reads -= 1
+        self._go_on_soon()
 
     def _send_next(self, queue: Queue, message: StoredMessage, reason: DropReason, most: float) -> float:
         """Send one dead letter. Return its share of the slice: 1, plus the number of queues that it goes to.
@@ -250,8 +296,6 @@ class DeadLetters:
             queue.contents.count_drop(DropReason.DAMAGED)
             if queue.storage is not None:
                 queue.storage.letter_done(message)
-        elif message.body is None:
-            self._when_read(message, lambda: self.died(queue, message, reason))
         else:
             try:
                 cost += self._publish(queue, message, reason, most - 1)
@@ -313,7 +357,7 @@ class DeadLetters:
                         destination.name,
                     )
                 destination.contents.count_drop(DropReason.CYCLE)
-            elif destination.refusal(letter.size) is not None:
+            elif destination.refusal(letter.size, drops=drops) is not None:
                 destination.contents.count_drop(DropReason.REFUSED)
             else:
                 destination.enqueue(letter, drops=drops)

@@ -119,10 +119,10 @@ class Dispatcher:
         self._dropping.expire()
         return not self._pauses and not self._dropping.is_behind
 
-    def dispatch(self) -> None:
+    def dispatch(self, drops: int | None = None) -> None:
         """Drop expired messages, and deliver as many messages as the consumers take, in turn."""
         if self._dropping.expiry is not None:
-            self._dropping.expire()
+            self._dropping.expire(drops)
         self.deliver()
 
     def deliver(self) -> None:

@@ -6,6 +6,7 @@ another thread waits for the result, and a call on the loop itself runs directly
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -26,6 +27,9 @@ from qflow_client.broker.core.settings import Settings
 from qflow_client.broker.core.virtualhost import VirtualHost
 
 __all__ = ["EmbeddedBroker", "on_loop", "url_host"]
+
+# Maximum seconds that a stopping broker waits for the bodies of dead messages that are only on disk.
+_STOP_LETTERS = 10.0
 
 _Result = TypeVar("_Result")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -107,8 +111,7 @@ class EmbeddedBroker:
                 started.push_async_callback(self._disk.stop)
             started.callback(self._runner.leave)
             started.callback(self._host.end_observing)
-            # Dead letters that were sent after the end of the store would be lost.
-            started.callback(self._host.dead_letters.send_all)
+            started.push_async_callback(self._send_letters)
             self._port = await self._server.start()
             started.push_async_callback(self._server.stop)
             for front in self._fronts:
@@ -118,6 +121,16 @@ class EmbeddedBroker:
             if self._disk is not None:
                 await self._disk.watch()
             self._started = started.pop_all()
+
+    async def _send_letters(self) -> None:
+        """Send all dead letters before the store stops. Wait for bodies from disk while they come."""
+        letters, end = self._host.dead_letters, self._server.clock() + _STOP_LETTERS
+        letters.send_all()
+        while letters.is_waiting and self._server.clock() < end:
+            if self._disk is not None:
+                self._disk.flush()
+            await asyncio.sleep(0.01)
+            letters.send_all()
 
     async def _stop(self) -> None:
         await self._started.aclose()

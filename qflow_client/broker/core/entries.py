@@ -326,7 +326,7 @@ class QueueDispatcher(Protocol):
     def pause(self, change: int) -> None:
         """Change the pause counter by 1 or -1. The queue delivers no messages while the counter is not 0."""
 
-    def dispatch(self) -> None:
+    def dispatch(self, drops: int | None = None) -> None:
         """Deliver as many messages as the consumers take."""
 
 

@@ -484,9 +484,12 @@ class Queue:
                 self._surroundings.admit_waiting(self, now)
             return
         if self.dropping.has_surplus and not self.dispatcher.is_paused:
-            # Clear the surplus first, so that `DeadLetters` does not wait for this queue if `_trim` raises an error.
-            self._note_surplus(False)
-            self._trim(Contents.AT_ONCE)
+            try:
+                self._trim(Contents.AT_ONCE)
+            except BaseException:
+                # `DeadLetters` must not wait for this queue.
+                self._note_surplus(False)
+                raise
         self.dispatcher.dispatch()
         if self.dropping.expiry is not None:
             self._tick_by(self.dropping.expiry.next_at)

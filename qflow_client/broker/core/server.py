@@ -136,6 +136,8 @@ class Server:
                 else "which other machines may reach, and guest's password is well known"
             )
             _log.warning("listening on %s:%d, %s; set users", settings.host, port, reason)
+        # Timers of queues that a store has filled are due perhaps already.
+        self.touch()
         return port
 
     async def stop(self) -> None:

@@ -192,7 +192,9 @@ class Session:
                     cause = payload[:4] if kind == METHOD_FRAME else PUBLISH
                     if self.dialect.channel_errors_close is None:
                         _log.info("%s: channel %d is closed: %s", self.name, number, error.reply_text)
+                        causes = self.host.dead_letters.causes
                         channels[number].fail(error.code, error.reply_text, cause)
+                        self.wait_for_letters(causes)
                     else:
                         self.fail(self.dialect.channel_errors_close, error.text, now, cause)
                 except ConnectionException as error:

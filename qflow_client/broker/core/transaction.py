@@ -80,7 +80,7 @@ class Transaction:
                 counts[queue] = counts.get(queue, 0) + 1
                 sizes[queue] = sizes.get(queue, 0) + message.size
                 largest[queue] = max(largest.get(queue, 0), message.size)
-                reason = queue.refusal(sizes[queue], counts[queue], largest[queue])
+                reason = queue.refusal(sizes[queue], counts[queue], largest[queue], drops=1)
                 if reason is None and queue.has_line:
                     # A commit cannot wait, and must not overtake waiting publishes.
                     reason = f"other publishes wait for room in queue '{queue.name}'"

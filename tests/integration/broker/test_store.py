@@ -24,6 +24,7 @@ from pamqp import commands
 from benchmarks.damage import damage
 from qflow_client import Producer
 from qflow_client.broker import Broker, StoreError
+from qflow_client.broker.core.deadletter import DeadLetters
 from qflow_client.broker.http.server import HttpServer
 from qflow_client.broker.store import keeper
 from qflow_client.broker.store.keeper import Keeper
@@ -97,6 +98,34 @@ def test_a_queue_above_its_stop_threshold_is_ON_after_a_restart_of_the_broker(tm
         assert broker.queue("q").flow_stopped
         broker.purge("q")
         assert not broker.queue("q").flow_stopped
+
+
+@pytest.mark.parametrize("policy", [{}, {"x-qflow-policy": "flow_to_disk", "qpid.max_count": 1}], ids=str)
+def test_a_broker_that_stops_first_sends_all_dead_letters_even_if_their_queue_is_deleted(tmp_path, monkeypatch, policy):
+    monkeypatch.setattr(DeadLetters, "READS", 2)
+    # Until the stop, no letter is sent.
+    monkeypatch.setattr(DeadLetters, "tick", lambda *_: None)
+    letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead", "x-message-ttl": 200}
+    with Broker(store=tmp_path / "store") as broker:
+        broker.declare_queue("dead", durable=True)
+        broker.declare_queue("q", durable=True, arguments=letters | policy)
+        for _ in range(100):
+            broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
+        broker.wait_until(lambda broker: broker.queue("q").depth == 0, timeout=30)
+        broker.delete_queue("q")
+    with Broker(store=tmp_path / "store") as broker:
+        assert broker.queue("dead").depth == 100
+
+
+def test_messages_that_expired_while_the_broker_was_down_are_dead_lettered_although_nobody_connects(tmp_path):
+    letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead", "x-message-ttl": 200}
+    with Broker(store=tmp_path / "store") as broker:
+        broker.declare_queue("dead", durable=True)
+        broker.declare_queue("q", durable=True, arguments=letters)
+        for _ in range(100):
+            broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
+    with Broker(store=tmp_path / "store") as broker:
+        broker.wait_until(lambda broker: broker.queue("dead").depth == 100, timeout=30)
 
 
 def test_two_brokers_cannot_share_a_store(tmp_path):

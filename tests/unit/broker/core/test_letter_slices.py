@@ -303,6 +303,70 @@ def test_a_queue_beyond_its_maximum_that_ends_holds_nobody(world, client, monkey
     assert client.session.can_resume
 
 
+def test_letters_of_earlier_causes_are_sent_while_queues_exceed_their_maximum_for_a_later_cause(
+    world, client, monkeypatch
+):
+    monkeypatch.setattr(Contents, "AT_ONCE", 1)
+    rejected(client, 7)
+    other = world.client().channel()
+    world.host.declare_queue("bytes", arguments={"x-max-length-bytes": 10})
+    for _ in range(10):
+        world.queue("bytes").enqueue(message(1))
+    world.queue("bytes").dispatcher.pause(1)
+    other.publish(bytes(10), routing_key="bytes")
+    assert slices(world, lambda: client.session.can_resume)[-1]
+    assert world.queue("dead").depth == 7
+    assert not other.session.can_resume
+
+
+def test_few_bodies_of_dead_messages_are_read_from_disk_at_once_and_letters_keep_their_order(
+    world, client, monkeypatch
+):
+    monkeypatch.setattr(DeadLetters, "READS", 2)
+    client.declare("q", arguments=DLX)
+    client.publish_each(*(b"%d" % number for number in range(5)))
+    reads = []
+    monkeypatch.setattr(world.host.dead_letters, "_when_read", lambda *read: reads.append(read))
+    entries = list(world.queue("q").contents.oldest_first())
+    for entry in entries:
+        entry.message.body = None
+        world.queue("q").dropping.drop(entry, DropReason.MAXLEN)
+    slices(world, lambda: None)
+    for number, count in ((0, 2), (2, 2), (4, 1)):
+        world.host.dead_letters.send_all()
+        assert [read[0] for read in reads] == [entry.message for entry in entries[number : number + count]]
+        for read, then in [reads.pop() for _ in range(count)]:
+            read.body = b"%d" % [entry.message for entry in entries].index(read)
+            then()
+        slices(world, lambda: None)
+    assert bodies(world.queue("dead")) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_a_client_whose_failed_channel_returns_messages_to_a_full_queue_waits_for_their_letters(world, client):
+    client.declare("q", arguments={**DLX, "x-max-length": 6})
+    client.publish(times=6)
+    client.send(1, *[commands.Basic.Get(queue="q")] * 6)
+    client.publish(times=6)
+    client.send(1, commands.Basic.Ack(100))
+    assert (client.session.is_held, client.session.can_resume) == (True, False)
+    slices(world, lambda: None)
+    assert (client.session.can_resume, world.queue("dead").depth) == (True, 6)
+
+
+def test_a_letter_that_fails_while_the_broker_stops_prevents_no_other(world, client, monkeypatch):
+    send, fails = DeadLetters._publish, iter((True,))
+
+    def publish(self, *arguments):
+        if next(fails, False):
+            raise ZeroDivisionError
+        return send(self, *arguments)
+
+    rejected(client, 5)
+    monkeypatch.setattr(DeadLetters, "_publish", publish)
+    world.host.dead_letters.send_all()
+    assert world.queue("dead").depth == 4
+
+
 def test_all_letters_are_sent_when_the_broker_stops(world, client):
     rejected(client, 7)
     world.host.dead_letters.send_all()
