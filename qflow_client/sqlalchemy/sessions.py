@@ -12,7 +12,7 @@ from qflow_client.errors import QflowError
 
 __all__ = ["LOOK", "PAGE_BYTES", "Aside", "RelayError", "Row", "Session", "silence_of", "wait_readable"]
 
-#: Seconds between two checks of which partitions of the outbox table belong to a relay.
+#: Each relay checks after this number of seconds which partitions of the outbox table belong to it.
 LOOK = 1.0
 #: `Session.read` stops adding rows to its result when their bodies reach this total size in bytes.
 PAGE_BYTES = 1 << 24

@@ -214,6 +214,7 @@ class DeadLetters:
             try:
                 self._send(self._clock(), is_first=True)
             except Exception:
+                # The other letters must be sent nevertheless, because the broker stops now.
                 _log.exception("a dead letter could not be sent")
 
     def _go_on_soon(self) -> None:

@@ -129,6 +129,7 @@ class EmbeddedBroker:
         while letters.is_waiting and self._server.clock() < end:
             if self._disk is not None:
                 self._disk.flush()
+            # Each read needs a new `flush`, so wait for a moment instead of for an event.
             await asyncio.sleep(0.01)
             letters.send_all()
 
