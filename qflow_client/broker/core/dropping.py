@@ -92,6 +92,8 @@ class Dropping:
     def let_leave(self) -> None:
         """Remove the next slice of `Contents.leaving` from the queue. If entries remain, schedule the next call."""
         if self._contents.leaving:
-            self._contents.let_leave()
-            if self._contents.leaving:
-                self.wake()
+            try:
+                self._contents.let_leave()
+            finally:
+                if self._contents.leaving:
+                    self.wake()

@@ -115,6 +115,7 @@ class Queue:
 
     __slots__ = (
         "_clock",
+        "_has_ended",
         "_observer",
         "_surroundings",
         "_tick_at",
@@ -170,6 +171,8 @@ class Queue:
         self.auto_delete = auto_delete
         self.arguments = arguments or {}
         self.is_deleted = False
+        # Whether all messages have left the deleted queue.
+        self._has_ended = False
         self._surroundings = surroundings
         self._observer = observer
         self._clock = surroundings.clock
@@ -421,33 +424,38 @@ class Queue:
     def delete(self) -> int:
         """Remove all messages. Return how many were ready. The caller then runs `Dispatcher.cancel_all_in_steps`."""
         self.is_deleted = True
+        if self.storage is not None and self.number:
+            self.storage.begin_deletion()
+            # If a callback below fails, `tick` ends the deletion.
+            self._tick_now()
         self._note_surplus(False)
         count = self.purge()
         self.release_withheld()
         if self.contents.unacked:
             self.contents.purge_unacked()
             self.dropping.let_leave()
-        if self.number or self._observer is not None:
-            # The store and the flow log forget the queue now, so all entries must leave first.
-            self.contents.let_leave(len(self.contents.leaving))
-        if self.storage is not None:
-            self.storage.queue_deleted()
         self.flows.let_go()
         if self._observer is not None:
             self._observer.deleted(self)
+            self._observer = self.flows.observer = None
         # Messages that wait for room in several queues no longer wait for this queue.
         self._surroundings.admit_waiting(self, self._clock())
         # The `Target` of a publisher can keep the queue in memory for a while, but must not keep the connection too.
         self.exclusive_owner = None
-        self._end_parts()
+        self._end_deletion()
         return count
 
-    def _end_parts(self) -> None:
-        """If all entries have left, break the reference cycles, so that the garbage collector is not needed."""
-        if not self.contents.leaving:
-            self.contents.observers = ()
-            self.dropping.end()
-            self.flows.end()
+    def _end_deletion(self) -> None:
+        """When all entries have left the deleted queue, break its reference cycles, so that its memory is free."""
+        if self.contents.leaving or self._has_ended:
+            return
+        if self.storage is not None and not self.storage.end_deletion(Contents.AT_ONCE):
+            self._tick_now()
+            return
+        self._has_ended = True
+        self.contents.observers = ()
+        self.dropping.end()
+        self.flows.end()
 
     # Time.
 
@@ -477,9 +485,8 @@ class Queue:
         self._tick_at = math.inf
         if self.contents.leaving:
             self.dropping.let_leave()
-            if self.is_deleted:
-                self._end_parts()
         if self.is_deleted:
+            self._end_deletion()
             if self.waiting:
                 self._surroundings.admit_waiting(self, now)
             return

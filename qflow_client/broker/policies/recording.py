@@ -162,9 +162,13 @@ class FlowRecorder:
 
     def deleted(self, queue: QueueView) -> None:
         self.turned_off(queue)
-        self._tell(queue, self._record(queue))
-        del self._records[queue]
-        self._by_name.pop(queue.name, None)
+        record = self._records.pop(queue)
+        if self._by_name.get(queue.name) is record:
+            del self._by_name[queue.name]
+        # The messages are still leaving, but the queue has no line after this one.
+        record.left += queue.depth
+        record.left_bytes += queue.size
+        self._tell(queue, record, 0, 0)
 
     # Calls from channels.
 
@@ -226,11 +230,10 @@ class FlowRecorder:
             if at > hold.begun:
                 self._write(self._hold_line(at, "held", key, hold))
         for queue, record in self._records.items():
-            self._tell(queue, record)
+            self._tell(queue, record, queue.depth, queue.size)
 
-    def _tell(self, queue: QueueView, record: _Record) -> None:
+    def _tell(self, queue: QueueView, record: _Record, depth: int, size: int) -> None:
         at = self._now()
-        depth, size = queue.depth, queue.size
         if record.arrived or record.left or depth or record.told != (depth, size):
             self._account(record)
             arrivals, record.pending = record.pending, {}

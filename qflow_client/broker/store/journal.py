@@ -157,6 +157,7 @@ class Journal:
         self.loaded = 0
         self._numbers = count(1)
         self.topology = TopologyLog()
+        self.emptying = 0
         # Changes that are in no batch yet; see `Batch`. The keys of `_puts` and `_moves` are message numbers.
         self._puts: dict[int, tuple[StoredMessage, float]] = {}
         self._moves: dict[int, Record] = {}
@@ -407,15 +408,17 @@ class Journal:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether there are batches, changes or callbacks that `take` has not returned yet."""
-        return bool(
-            self._full or self._puts or self._removals or self._moves or self.topology.changes or self._callbacks
-        )
+        """Whether `take` can return a batch now."""
+        return bool(self._full) or (self._has_changes and not self.emptying)
+
+    @property
+    def _has_changes(self) -> bool:
+        return bool(self._puts or self._removals or self._moves or self.topology.changes or self._callbacks)
 
     @property
     def is_idle(self) -> bool:
         """Whether all changes are on disk."""
-        return self._taken is None and not self.is_dirty
+        return self._taken is None and not self._full and not self._has_changes
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
         if self.topology.changes or (not topology_only and (self._puts or self._removals or self._moves)):
@@ -428,7 +431,7 @@ class Journal:
         return False
 
     def divide(self) -> None:
-        if self._pending >= self.MAX_BATCH:
+        if self._pending >= self.MAX_BATCH and not self.emptying:
             self._full.append(self._collect())
 
     def take(self) -> Batch:

@@ -24,6 +24,7 @@ from pamqp import commands
 from benchmarks.damage import damage
 from qflow_client import Producer
 from qflow_client.broker import Broker, StoreError
+from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.deadletter import DeadLetters
 from qflow_client.broker.http.server import HttpServer
 from qflow_client.broker.store import keeper
@@ -115,6 +116,24 @@ def test_a_broker_that_stops_first_sends_all_dead_letters_even_if_their_queue_is
         broker.delete_queue("q")
     with Broker(store=tmp_path / "store") as broker:
         assert broker.queue("dead").depth == 100
+
+
+def test_a_broker_that_stops_first_empties_deleted_queues(tmp_path, monkeypatch, caplog):
+    # One message leaves in each slice.
+    monkeypatch.setattr(Contents.let_leave, "__defaults__", (1,))
+
+    async def delete_and_stop():
+        async with Broker(store=tmp_path / "store") as broker:
+            broker.declare_queue("q", durable=True)
+            for _ in range(1000):
+                broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
+            await broker.wait_until_durable_async()
+            broker.delete_queue("q")
+
+    asyncio.run(delete_and_stop())
+    with Broker(store=tmp_path / "store") as broker:
+        assert broker.queues() == ()
+    assert "set aside" not in caplog.text
 
 
 def test_messages_that_expired_while_the_broker_was_down_are_dead_lettered_although_nobody_connects(tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pamqp import commands
 
+from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.settings import Enforcement
 from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 from qflow_client.broker.policies.recording import FlowRecorder
@@ -186,6 +187,22 @@ def test_the_flow_log_records_the_end_of_a_wait_when_its_channel_ends_or_its_que
     count = len(lines)
     world.tick(2.0)
     assert len(lines) == count
+
+
+def test_the_last_line_of_a_deleted_queue_in_the_flow_log_counts_messages_that_are_still_leaving(make_world) -> None:
+    world, lines = _recorded(make_world)
+    client = world.client().channel().with_queue()
+    count = 2 * Contents.AT_ONCE
+    client.publish(b"ab", times=count)
+    queue = world.queue()
+    client.call(1, commands.Queue.Delete(queue="q"), commands.Queue.DeleteOk)
+    client.declare()
+    client.publish(b"new")
+    assert queue.depth == count - Contents.AT_ONCE
+    world.tick(1.0)
+    last, new = _of(lines, "depth")
+    assert (queue.depth, last["depth"], last["bytes"], last["left"], last["left_bytes"]) == (0, 0, 0, count, 2 * count)
+    assert (new["depth"], new["arrived"], new["left"]) == (1, 1, 0)
 
 
 def test_D5_a_channel_stopped_by_an_operator_is_recorded_in_the_flow_log_without_a_queue(make_world) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from pamqp import commands
 
+from qflow_client.broker.core.contents import Contents
+from qflow_client.broker.core.deadletter import DeadLetters
 from qflow_client.broker.core.entries import DropReason
 from qflow_client.broker.core.errors import ChannelException
 from qflow_client.broker.policies.definitions import (
@@ -33,6 +35,7 @@ from ..conftest import Disk, World
 
 OPERATIONS = ("declare", *["publish"] * 3, *["get"] * 2, "bind", "unbind", "delete", "exchange", "take")
 PERSISTENT = commands.Basic.Properties(delivery_mode=2)
+LETTERS = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
 
 
 @pytest.fixture(name="world")
@@ -546,9 +549,8 @@ def test_a_crash_between_two_disk_batches_loses_no_confirmed_message_and_duplica
     with Stored(world) as stored:
         client = world.client().channel(confirms=True)
         host = world.host
-        letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
         ring = {"qpid.max_count": 5, "qpid.policy_type": "ring"}
-        for queue, arguments in (("q", letters | ring), ("kept", {}), ("dead", {})):
+        for queue, arguments in (("q", LETTERS | ring), ("kept", {}), ("dead", {})):
             host.declare_queue(queue, durable=True, arguments=arguments)
         for queue in ("q", "kept"):
             host.topology.bind(host.queues[queue], "amq.fanout", "", {})
@@ -588,6 +590,53 @@ def test_a_crash_between_two_disk_batches_loses_no_confirmed_message_and_duplica
 
 def number_of(content):
     return int(content.split(b" ")[0])
+
+
+@pytest.mark.parametrize("letters", [0, 5])
+def test_E9_a_durable_queue_is_emptied_in_slices_and_the_store_then_forgets_it_with_all_its_messages(
+    world, monkeypatch, letters
+):
+    # No letter is sent.
+    monkeypatch.setattr(DeadLetters, "tick", lambda *_: None)
+    many = 5 * Contents.AT_ONCE // 2
+    with Stored(world) as stored:
+        client = world.client().channel(confirms=True)
+        world.host.declare_queue("other", durable=True)
+        world.host.declare_queue("q", durable=True, arguments=LETTERS)
+        client.publish(properties=PERSISTENT, times=letters + many)
+        stored.write()
+        queue = world.queue()
+        for entry in tuple(queue.contents.ready)[:letters]:
+            queue.dropping.drop(entry, DropReason.EXPIRED)
+        monkeypatch.setattr(Contents, "AT_ONCE", 2)
+        client.received()
+        client.send(1, commands.Queue.Delete(queue="q"))
+        client.publish(routing_key="other", properties=PERSISTENT)
+        assert (queue.depth, world.host.journal.is_idle) == (many - 1000, False)
+        while queue.contents.leaving or queue.storage._letters:
+            # A batch would contain the deletion of the queue, but not of all its messages.
+            assert not world.host.journal.is_dirty
+            world.host.timers.tick(world.now)
+        assert queue.storage._held.keys() == {message for _, _, message, _ in world.host.dead_letters._dead}
+        assert client.names() == []
+        stored.write()
+        assert client.names() == ["Queue.DeleteOk", "Basic.Ack"]
+        stored.recovered()
+        assert depths(stored.world) == {"other": 1}
+        assert len(list(stored.store.messages())) == 1
+
+
+def test_a_queue_whose_deletion_fails_half_way_is_still_emptied_and_forgotten_by_the_store(world, monkeypatch):
+    with Stored(world) as stored:
+        world.host.declare_queue("q", durable=True)
+        world.client().channel().publish(properties=PERSISTENT)
+        stored.write()
+        monkeypatch.setattr(world.host.waiting, "admit", None)
+        with pytest.raises(TypeError):
+            world.host.delete_queue(world.queue())
+        world.tick(world.now)
+        assert depths(stored.recovered()) == {}
+        assert list(stored.store.messages()) == []
 
 
 # Messages on disk that are dead-lettered.
