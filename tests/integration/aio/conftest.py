@@ -41,7 +41,6 @@ _NEAR_THE_LOOP = (
     "test_F6_the_flow_manager_stops_and_starts_a_channel_from_any_thread",
     # Sockets that are full, cut, refused, wrapped in TLS, or to be closed.
     "test_a_producer_that_cannot_connect_is_closed_and_reports_the_reason",
-    "test_leaving_the_async_with_block_flushes_and_closes_the_connection_cleanly",
     "test_a_robust_connection_reconnects_together_with_its_producers",
     "test_closing_a_shared_connection_keeps_the_deadline_if_the_peer_is_dead",
     "test_closing_a_producer_in_the_middle_of_a_message_does_not_end_the_shared_connection",

@@ -71,22 +71,6 @@ async def test_a_flow_callback_may_call_any_method_of_the_producer(broker: Broke
         assert receipts[0].outcome is Outcome.CONFIRMED
 
 
-async def test_an_exception_in_a_flow_callback_is_logged_and_loses_no_event(
-    broker: Broker, caplog: pytest.LogCaptureFixture
-) -> None:
-    def on_flow(event: FlowEvent) -> None:
-        raise KeyError("on_flow's own")
-
-    async with AsyncProducer(broker.url, routing_key="q") as producer:
-        producer.on_flow(on_flow)
-        producer.pause()
-        producer.resume()
-        await producer.send(b"")
-    assert flush_logs(20)
-    for kind in ("flowed", "unflowed"):
-        assert f"failed on FlowEvent(kind=<FlowEventKind.{kind.upper()}: '{kind}'>" in caplog.text
-
-
 async def test_on_delivery_may_send_and_may_close_the_producer(broker: Broker) -> None:
     told: list[Receipt] = []
     closing: list[asyncio.Task[None]] = []

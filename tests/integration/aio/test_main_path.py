@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -17,7 +18,6 @@ from qflow_client import (
     ProducerClosed,
     ProducerFlowed,
     QflowError,
-    UndeliveredMessages,
     WrongLoop,
     flow_manager,
 )
@@ -176,36 +176,6 @@ async def test_a_producer_that_is_closed_while_it_connects_leaves_no_connection(
     await soon(lambda: not broker.connections())
 
 
-async def test_leaving_the_async_with_block_by_an_exception_reports_lost_messages(broker: Broker) -> None:
-    broker.withhold_confirms()
-    producer = AsyncProducer(broker.url, routing_key="q", max_producer_flow_control_wait=0.2)
-
-    async def leave() -> None:
-        async with producer:
-            await producer.send(b"1")
-            await soon(lambda: broker.queue("q").depth)
-            raise KeyError
-
-    with pytest.raises(KeyError) as caught:
-        await leave()
-    assert "1 admitted messages were not delivered" in caught.value.__notes__[0]
-    undelivered = caught.value.undelivered  # type: ignore[attr-defined]  # set on the exception
-    assert isinstance(undelivered, UndeliveredMessages)
-    assert [message.body for message in undelivered.unknown] == [b"1"]
-
-
-async def test_leaving_the_async_with_block_flushes_and_closes_the_connection_cleanly(
-    broker: Broker, wire: Any
-) -> None:
-    async with AsyncProducer(broker.url, routing_key="q", name="orders") as producer:
-        for _ in range(3000):
-            await producer.send(b"")
-        assert broker.connections()[0].client_properties["connection_name"] == "orders"
-    assert broker.queue("q").depth == 3000
-    await soon(lambda: not broker.connections())
-    assert wire.count("in", "Connection.Close") == 1
-
-
 async def test_a_producer_whose_event_loop_is_closed_admits_no_message(broker: Broker) -> None:
     closed = asyncio.new_event_loop()
     closed.close()
@@ -228,8 +198,10 @@ async def test_a_producer_whose_event_loop_is_closed_admits_no_message(broker: B
     assert bodies(broker) == []
 
 
+@pytest.mark.usefixtures("patient_sends")
+@pytest.mark.parametrize("outbox", [None, "orders.outbox"])
 async def test_a_message_that_a_signal_handler_sends_while_the_producer_connects_is_delivered(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outbox: str | None
 ) -> None:
     opened = Link.open
     receipts: list[AsyncReceipt] = []
@@ -240,7 +212,7 @@ async def test_a_message_that_a_signal_handler_sends_while_the_producer_connects
         receipts.append(await producer.send(b"send"))
 
     monkeypatch.setattr(Link, "open", open_and_send)
-    producer = AsyncProducer(broker.url, routing_key="q")
+    producer = AsyncProducer(broker.url, routing_key="q", outbox=outbox and tmp_path / outbox)
     await producer.connect()
     assert [await receipt.result(PATIENCE) for receipt in receipts] == [Outcome.CONFIRMED] * 2
     await producer.close()

@@ -55,27 +55,6 @@ def test_a_message_that_is_spilled_while_the_producer_connects_is_on_disk_when_s
     Outbox(path).close()
 
 
-@pytest.mark.usefixtures("patient_ends", "patient_sends")
-def test_a_message_that_a_signal_handler_sends_at_the_end_of_connect_is_sent_with_an_outbox(
-    run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
-    opens = Link.open
-
-    async def interrupted(self: Link) -> None:
-        await opens(self)
-        producer.send_nowait(b"body")
-
-    monkeypatch.setattr(Link, "open", interrupted)
-
-    async def main() -> None:
-        async with producer:
-            pass
-
-    run(main())
-    assert bodies(broker) == [b"body"]
-
-
 @pytest.mark.parametrize("when_flowed", ["block", "spill"])
 async def test_senders_that_wait_while_the_outbox_opens_are_admitted_when_it_is_open(
     broker: Broker, tmp_path: Path, go_on: threading.Event, when_flowed: str

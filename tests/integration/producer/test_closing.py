@@ -45,8 +45,10 @@ from .tools import (
 )
 
 
-def test_leaving_the_with_block_flushes_and_closes_the_connection_cleanly(broker: Broker, wire: Wire) -> None:
-    with Producer(broker.url, routing_key="q") as producer:
+def test_leaving_the_with_block_flushes_and_closes_the_connection_cleanly(
+    make_producer: Callable[..., Producer], broker: Broker, wire: Wire
+) -> None:
+    with make_producer() as producer:
         receipts = [producer.send(b"%d" % number) for number in range(2000)]
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
     assert broker.queue("q").depth == 2000
@@ -243,12 +245,9 @@ def test_an_idle_flowed_producer_closes_immediately(producer: Producer, broker: 
 
 
 def test_leaving_the_with_block_by_an_exception_does_not_wait_for_holds_and_reports_lost_messages(
-    broker: Broker,
+    producer: Producer, broker: Broker
 ) -> None:
-    broker.withhold_confirms()
-    producer = Producer(broker.url, routing_key="q")
-    producer.send(b"1")
-    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    send_unconfirmed(producer, broker, b"1")
     hold(broker, producer)
     with ends_within(5.0), pytest.raises(KeyError) as caught, producer:
         raise KeyError("the application's own")
@@ -283,11 +282,11 @@ def test_leaving_the_with_block_by_an_exception_waits_for_confirms_even_if_the_w
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_leaving_the_with_block_by_an_exception_does_not_wait_for_withheld_confirms(broker: Broker) -> None:
-    broker.withhold_confirms()
-    producer = Producer(broker.url, routing_key="q", capacity=3)
-    for number in range(3):
-        producer.send(b"%d" % number)
+def test_leaving_the_with_block_by_an_exception_does_not_wait_for_withheld_confirms(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(capacity=3)
+    send_unconfirmed(producer, broker, b"0", b"1", b"2")
     with ends_within(2.0), pytest.raises(FlowControlTimeout, match="capacity") as caught, producer:
         producer.send(b"no", timeout=0)
     assert len(caught.value.undelivered.unknown) == 3  # type: ignore[attr-defined]  # set on the exception

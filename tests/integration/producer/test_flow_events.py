@@ -40,7 +40,6 @@ from .tools import (
     send_unconfirmed,
     start,
     takes,
-    wait_closed,
     wait_in_line,
 )
 
@@ -160,6 +159,7 @@ def test_an_exception_in_a_flow_callback_is_logged_and_loses_no_event_and_no_mes
         assert flush_logs(20)
     told = [str(record.exc_info[1]) for record in caplog.records if record.exc_info and record.name == "qflow_client"]
     assert told == ["mistake at flowed", "mistake at unflowed"]
+    assert "failed on FlowEvent(kind=<FlowEventKind.FLOWED: 'flowed'>" in caplog.text
     assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
     producer.pause()
     flows.wait_for(FLOWED, 2)
@@ -244,17 +244,6 @@ def test_an_abandoned_iterator_over_flow_events_leaves_no_state(producer: Produc
     assert len(producer._engine.listeners.iterators) == 0
 
 
-@pytest.mark.usefixtures("one_connection")
-def test_flow_events_ends_when_a_lost_connection_closes_the_producer(producer: Producer, broker: Broker) -> None:
-    job = start(list, producer.flow_events())
-    broker.drop_connections()
-    wait_closed(producer)
-    producer.close()
-    kinds = [event.kind for event in job.result()]
-    assert FLOWED in kinds
-    assert UNFLOWED not in kinds
-
-
 def test_holds_that_begin_while_a_close_waits_for_confirms_are_reported_as_flow_events(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
@@ -274,14 +263,6 @@ def test_holds_that_begin_while_a_close_waits_for_confirms_are_reported_as_flow_
     assert [str(flowed.kind), str(unflowed.kind)] == ["flowed", "unflowed"]
     assert (state.flowed, state.times_flowed) == (True, 1)
     assert list(events) == []
-
-
-def test_a_close_of_a_producer_without_errors_causes_no_flow_event(producer: Producer, broker: Broker) -> None:
-    events = producer.flow_events()
-    producer.send(b"")
-    producer.close()
-    assert list(events) == []
-    assert producer.flow_state.times_flowed == 0
 
 
 @pytest.fixture
