@@ -14,7 +14,7 @@ from qflow_client.broker import Broker
 from tests.effort import rounds
 from tests.integration.producer.tools import bodies
 
-from .tools import held, in_line, soon
+from .tools import in_line, soon
 
 
 async def test_a_waiting_send_that_is_cancelled_sends_nothing_and_the_next_send_is_admitted(broker: Broker) -> None:
@@ -212,29 +212,6 @@ async def test_random_cancellations_of_sends_lose_and_duplicate_no_message(broke
     assert len(found) == len(set(found))
     assert set(sent) <= set(found) <= {*sent, *cancelled}
     assert refused or cancelled
-
-
-async def test_a_failing_task_group_cancels_its_waiting_sends(broker: Broker) -> None:
-    async with AsyncProducer(broker.url, routing_key="q") as producer:
-        broker.flow(False)
-        await held(producer, "channel_flow")
-
-        async def fail() -> None:
-            await in_line(producer, 3)
-            raise KeyError
-
-        async def together() -> None:
-            async with asyncio.TaskGroup() as group:
-                for number in range(3):
-                    group.create_task(producer.send(b"%d" % number, timeout=None))
-                group.create_task(fail())
-
-        with pytest.raises(ExceptionGroup):
-            await together()
-        broker.flow(True)
-        await producer.wait_unflowed(timeout=20)
-        await (await producer.send(b"after"))
-    assert bodies(broker) == [b"after"]
 
 
 async def test_a_cancelled_send_many_reports_the_admitted_messages(broker: Broker) -> None:

@@ -13,7 +13,6 @@ from qflow_client import (
     ConnectionFailed,
     FlowControlTimeout,
     FlowEventKind,
-    MessageFailed,
     MessageNacked,
     Outcome,
     OutcomeUnknown,
@@ -44,7 +43,6 @@ from .tools import (
     takes,
     unused_port,
     wait_closed,
-    wait_done,
     wait_held,
 )
 
@@ -110,20 +108,6 @@ def test_with_on_disconnect_fail_unsettled_messages_become_unknown_and_the_produ
     assert producer.send(b"2", timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED
     assert bodies(broker) == [b"1", b"2"]
     assert marked(broker) == [False, False]
-
-
-def test_with_on_disconnect_fail_messages_that_were_never_written_are_safe_to_send_again(
-    make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy
-) -> None:
-    producer = make_producer(proxy.url(broker), on_disconnect="fail", max_unwritten_bytes=1 << 26, **FAST)
-    proxy.stop_reading()
-    receipts = [producer.send(bytes(8_000_000), timeout=None) for _ in range(3)]
-    eventually(lambda: producer.in_flight == 1)
-    proxy.cut()
-    wait_done(receipts)
-    assert receipts[0].outcome is Outcome.UNKNOWN
-    with pytest.raises(MessageFailed):
-        receipts[2].result()
 
 
 def test_the_producer_waits_for_a_broker_that_restarts(

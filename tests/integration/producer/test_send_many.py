@@ -214,12 +214,6 @@ def test_send_many_with_an_invalid_timeout_raises_an_error_before_sending(produc
     assert bodies(broker) == []
 
 
-def test_with_tracing_each_message_of_send_many_has_its_own_span(make_producer: Make, broker: Broker) -> None:
-    producer = make_producer(tracing=True)
-    wait_done(producer.send_many(numbered(3)))
-    assert bodies(broker) == numbered(3)
-
-
 # With an outbox.
 
 

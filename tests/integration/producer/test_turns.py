@@ -18,17 +18,6 @@ from tests.effort import rounds
 from .tools import PATIENCE, PATIENCE_WITH_JOBS, bodies, eventually, finish, hold, start, start_send, wait_in_line
 
 
-def test_F4_waiting_messages_of_several_threads_are_admitted_in_the_order_of_arrival(
-    producer: Producer, broker: Broker
-) -> None:
-    hold(broker, producer)
-    jobs = [start_send(producer, b"%d" % number) for number in range(50)]
-    broker.flow(True)
-    finish(jobs)
-    producer.flush(timeout=20)
-    assert bodies(broker) == [b"%d" % number for number in range(50)]
-
-
 def _waiting(producer: Producer) -> int:
     return producer._protocol.controller.waiting
 
