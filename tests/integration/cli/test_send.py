@@ -153,24 +153,6 @@ def test_standard_input_is_read_in_the_requested_format(
     assert bodies(broker) == arrived
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "arrived"),
-    [
-        ("orders.txt", [], [b"n,name", b"1,Bo"]),
-        ("orders.csv", ["-f", "lines"], [b"n,name", b"1,Bo"]),
-        ("orders.txt", ["-f", "csv"], [b'{"n":"1","name":"Bo"}']),
-    ],
-    ids=["by its extension", "csv as lines", "txt as csv"],
-)
-def test_the_file_name_extension_decides_the_format_unless_a_format_is_set(
-    broker: Broker, send: Send, tmp_path: Path, name: str, options: list[str], arrived: list[bytes]
-) -> None:
-    path = tmp_path / name
-    path.write_bytes(b"n,name\n1,Bo\n")
-    send(str(path), "-q", *options)
-    assert bodies(broker) == arrived
-
-
 def test_settings_that_are_not_on_the_command_line_come_from_the_environment(
     broker: Broker, stdin: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

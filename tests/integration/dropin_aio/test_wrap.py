@@ -119,21 +119,6 @@ async def test_acks_nacks_and_returns_reach_the_publish_call_of_their_message(br
         await soon(lambda: broker.queue("q").depth == 201)
 
 
-async def test_C6_unconfirmed_messages_never_exceed_the_capacity(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QFLOW_CAPACITY", "5")
-    async with await original.connect(broker.url) as connection:
-        channel = aio_pika.wrap(await connection.channel())
-        broker.withhold_confirms()
-        publishing = [asyncio.ensure_future(publish(channel, b"%d" % number, timeout=PATIENCE)) for number in range(12)]
-        await in_line(channel, 7)
-        await soon(lambda: broker.queue("q").depth == 5)
-        broker.release_confirms()
-        await asyncio.gather(*publishing)
-        assert bodies(broker) == [b"%d" % number for number in range(12)]
-
-
 async def test_a_wrapped_robust_channel_stays_under_flow_control_after_a_reconnection(
     broker: Broker, proxy: Proxy
 ) -> None:
