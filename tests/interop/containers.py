@@ -105,14 +105,6 @@ class RabbitMQContainer(RabbitMQ):
         result = result_of_erl_call(done.output.decode(errors="replace"))
         return super().evaluate(expression) if result is None else result
 
-    def pause(self) -> None:
-        """Suspend RabbitMQ. Connections stay open, but RabbitMQ reads and answers nothing."""
-        self._container.get_wrapped_container().pause()
-
-    def resume(self) -> None:
-        """Continue RabbitMQ after `pause`."""
-        self._container.get_wrapped_container().unpause()
-
     def __enter__(self) -> Self:
         _reap_at_the_end()
         self._container.start()

@@ -1,4 +1,4 @@
-"""RabbitMQ under too many messages: alarms, credit flow, a pause, a restart and full queues."""
+"""RabbitMQ under too many messages: alarms, credit flow, a restart and full queues."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from qflow_client import (
     ProducerSettings,
 )
 from qflow_client.message import REPUBLISHED
-from qflow_client.testing.rabbitmq import RabbitMQ, RabbitMQNode
+from qflow_client.testing.rabbitmq import RabbitMQ
 from tests.integration.producer.tools import eventually, wait_held
-from tests.interop.containers import RabbitMQContainer
 from tests.interop.contract.producers import PRODUCERS
 from tests.interop.contract.providers import PATIENCE, Inbox, version_of
 from tests.interop.contract.test_contract import WAIT, body, send_until_held
@@ -145,26 +144,6 @@ def test_J8_the_window_holds_a_producer_that_sends_faster_than_a_quorum_queue_wr
         producer.flush(timeout=PATIENCE)
         assert holds_of(producer) <= {HoldKind.CAPACITY, HoldKind.TRANSPORT}
     assert inbox.bodies(queue, count) == [body(number) for number in range(count)]
-
-
-def test_A4_while_RabbitMQ_in_a_container_is_paused_a_send_keeps_its_deadline(
-    session_container: Callable[[str], RabbitMQNode | RabbitMQContainer],
-) -> None:
-    node = session_container("4")
-    with Producer(node.url, routing_key="nobody's", mandatory=False, capacity=50) as producer:
-        producer.send(b"before").result(PATIENCE)
-        node.pause()
-        try:
-            for number in range(50):
-                producer.send(b"%d" % number, timeout=PATIENCE)
-            with pytest.raises(FlowControlTimeout) as caught:
-                producer.send(b"never sent", timeout=WAIT)
-            assert [hold.kind for hold in caught.value.holds] == [HoldKind.CAPACITY]
-            with pytest.raises(ConfirmTimeout):
-                producer.flush(timeout=WAIT)
-        finally:
-            node.resume()
-        producer.flush(timeout=PATIENCE)
 
 
 def test_after_a_stop_and_a_start_of_RabbitMQ_in_a_container_the_queue_has_all_messages(
