@@ -107,15 +107,3 @@ def test_J7_the_drop_in_for_aio_pika_keeps_its_channel_and_continues_when_the_qu
             return count
 
     assert asyncio.run(program()) * 1_000 > 5_000
-
-
-def test_J7_the_drop_in_for_pika_continues_when_the_queue_is_empty(brokerj: BrokerJ, queue: str) -> None:
-    with drop_in.BlockingConnection(drop_in.URLParameters(brokerj.url)) as connection:
-        channel = connection.channel()
-        while not channel.flow_state.flowed:
-            channel.basic_publish("", queue, bytes(1_000))
-            connection.sleep(0.01)
-        with original.BlockingConnection(original.URLParameters(brokerj.url)) as other:
-            other.channel().queue_purge(queue)
-        assert channel.wait_unflowed(PATIENCE)
-        channel.basic_publish("", queue, b"")

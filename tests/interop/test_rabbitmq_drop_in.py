@@ -207,24 +207,6 @@ def test_consuming_continues_during_an_alarm_and_acks_are_sent_when_the_alarm_en
         assert again.channel().queue_declare("orders", passive=True).method.message_count == 0
 
 
-def test_many_pipelined_messages_are_confirmed_and_arrive_in_order(rabbitmq: RabbitMQNode) -> None:
-    count = rounds(5000)
-    with connect(drop_in, rabbitmq) as connection:
-        channel = connection.channel()
-        queue = channel.queue_declare("", exclusive=True).method.queue
-        channel.confirm_delivery(pipelined=True)
-        for number in range(count):
-            channel.basic_publish("", queue, b"%d" % number)
-        channel.wait_for_confirms(PATIENCE)
-        got = []
-        for _, _, body in channel.consume(queue, auto_ack=True):
-            got.append(body)
-            if len(got) == count:
-                break
-        channel.cancel()
-        assert got == [b"%d" % number for number in range(count)]
-
-
 def test_pipelined_messages_survive_lost_connections_and_copies_are_marked(rabbitmq: RabbitMQNode) -> None:
     cuts = rounds(10, least=3)
     with FaultProxy(rabbitmq.url) as proxy, original.BlockingConnection(original.URLParameters(rabbitmq.url)) as other:
