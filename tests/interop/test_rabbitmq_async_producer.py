@@ -14,8 +14,6 @@ import pytest
 
 from qflow_client import (
     AsyncProducer,
-    ConfirmTimeout,
-    FlowControlTimeout,
     HoldKind,
     MessageRejected,
     MessageReturned,
@@ -26,7 +24,6 @@ from qflow_client import (
 )
 from qflow_client.testing.rabbitmq import RabbitMQNode
 from tests.effort import rounds
-from tests.integration.producer.tools import ends_within
 from tests.interop.test_rabbitmq_producer import ENOUGH_FOR_LOAD, PATIENCE, SECONDS_OF_LOAD, check_nothing_is_lost
 
 pytestmark = pytest.mark.rabbitmq
@@ -90,62 +87,6 @@ def test_a_thousand_tasks_on_a_shared_connection_get_a_confirm_for_each_message(
                 by_task.setdefault(task, []).append(int(number))
             assert len(by_task) == 1000
             assert all(numbers == list(range(each)) for numbers in by_task.values())
-
-    asyncio.run(main())
-
-
-def test_during_a_memory_alarm_the_producer_waits_and_no_message_is_lost(own_rabbitmq: RabbitMQNode) -> None:
-    async def main() -> None:
-        # Consume on another connection, because RabbitMQ blocks the connection that publishes.
-        async with (
-            own_queue(own_rabbitmq.url) as (_connection, queue),
-            AsyncProducer(own_rabbitmq.url, routing_key=queue.name) as producer,
-        ):
-            await (await producer.send(b"before")).result(PATIENCE)
-            await asyncio.to_thread(own_rabbitmq.raise_memory_alarm)
-            # RabbitMQ blocks a connection when it publishes. This message is admitted, but not confirmed.
-            first = await producer.send(b"first under the alarm")
-            await held(producer, HoldKind.CONNECTION_BLOCKED)
-            assert "memory" in producer.flow_state.holds[0].detail
-
-            began = time.monotonic()
-            with pytest.raises(FlowControlTimeout) as caught:
-                await producer.send(b"never sent", timeout=0.5)
-            assert time.monotonic() - began >= 0.5
-            assert [hold.kind for hold in caught.value.holds] == [HoldKind.CONNECTION_BLOCKED]
-            with pytest.raises(ConfirmTimeout):
-                await first.result(timeout=0.1)
-            with pytest.raises(ConfirmTimeout):
-                await producer.flush(timeout=0.1)
-
-            later = [
-                asyncio.create_task(producer.send(b"later %d" % number, timeout=PATIENCE)) for number in range(100)
-            ]
-            await asyncio.to_thread(own_rabbitmq.clear_memory_alarm)
-            assert await producer.wait_unflowed(timeout=PATIENCE)
-            assert [await (await task) for task in later] == [Outcome.CONFIRMED] * 100
-            assert await first.result(PATIENCE) is Outcome.CONFIRMED
-            assert producer.flow_state.seconds_flowed[HoldKind.CONNECTION_BLOCKED] >= 0.5
-            bodies = await drain(queue, 102)
-            assert bodies == [b"before", b"first under the alarm", *(b"later %d" % number for number in range(100))]
-
-    asyncio.run(main())
-
-
-def test_closing_during_a_memory_alarm_ends_in_time_and_the_error_contains_the_messages(
-    own_rabbitmq: RabbitMQNode,
-) -> None:
-    async def main() -> None:
-        producer = await AsyncProducer(own_rabbitmq.url, routing_key="orders", mandatory=False).connect()
-        await (await producer.send(b"before")).result(PATIENCE)
-        await asyncio.to_thread(own_rabbitmq.raise_memory_alarm)
-        await producer.send(b"in flight")
-        await held(producer, HoldKind.CONNECTION_BLOCKED)
-        # The alarm continues during the close.
-        with ends_within(3), pytest.raises(UndeliveredMessages) as caught:
-            await producer.close(timeout=0.5)
-        assert [message.body for message in caught.value.unknown] == [b"in flight"]
-        assert caught.value.unsent == ()
 
     asyncio.run(main())
 

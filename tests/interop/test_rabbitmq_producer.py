@@ -21,8 +21,6 @@ from qflow_client import (
     Credentials,
     FlowControlTimeout,
     HoldKind,
-    MessageRejected,
-    MessageReturned,
     Outcome,
     Producer,
     ProducerClosed,
@@ -31,8 +29,8 @@ from qflow_client import (
 from qflow_client.message import REPUBLISHED
 from qflow_client.renewal import Renewer
 from qflow_client.testing.rabbitmq import RabbitMQNode
-from tests.effort import EFFORT, rounds
-from tests.integration.producer.tools import ends_within, eventually, takes, wait_closed, wait_in_line
+from tests.effort import EFFORT
+from tests.integration.producer.tools import ends_within, takes, wait_closed, wait_in_line
 
 pytestmark = pytest.mark.rabbitmq
 
@@ -161,40 +159,6 @@ def test_a_connection_with_a_heartbeat_of_2_seconds_stays_open_under_load(
     assert channel.queue_declare(queue, passive=True).method.message_count == sent
 
 
-def test_a_message_to_a_missing_exchange_is_rejected_with_the_text_of_the_broker(rabbitmq: RabbitMQNode) -> None:
-    with Producer(rabbitmq.url) as producer:
-        receipt = producer.send(b"x", exchange="no such exchange")
-        with pytest.raises(MessageRejected, match=r"404.*no such exchange") as caught:
-            receipt.result(PATIENCE)
-        assert caught.value.reply_code == 404
-        with pytest.raises(MessageReturned):
-            producer.send(b"y", timeout=PATIENCE).result(PATIENCE)
-
-
-def test_eight_threads_that_publish_lose_no_message_and_keep_the_order_of_each_thread(
-    rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str
-) -> None:
-    count = rounds(1000)
-    with Producer(rabbitmq.url, routing_key=queue, capacity=500) as producer:
-
-        def work(number: int) -> None:
-            for each in range(count):
-                producer.send(b"%d %d" % (number, each))
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-        producer.flush(timeout=PATIENCE)
-    seen: dict[bytes, list[int]] = {}
-    for body in drain(channel, queue, 8 * count):
-        number, each = body.split()
-        seen.setdefault(number, []).append(int(each))
-    assert set(seen) == {b"%d" % number for number in range(8)}
-    assert all(order == list(range(count)) for order in seen.values())
-
-
 @pytest.mark.usefixtures("one_connection")
 def test_after_the_broker_is_killed_every_message_has_an_outcome(own_rabbitmq: RabbitMQNode) -> None:
     producer = Producer(own_rabbitmq.url, routing_key="q", mandatory=False)
@@ -231,30 +195,6 @@ def check_nothing_is_lost(url: str, queue: str, count: int) -> None:
         seen[number] = None
     connection.close()
     assert list(seen) == list(range(count))
-
-
-def test_messages_that_a_full_queue_nacks_are_retried_until_the_queue_has_got_all_of_them(
-    rabbitmq: RabbitMQNode, channel: BlockingChannel
-) -> None:
-    name = f"qflow-{uuid4().hex}"
-    channel.queue_declare(name, durable=True, arguments={"x-max-length": 10, "x-overflow": "reject-publish"})
-    with Producer(
-        rabbitmq.url, routing_key=name, retry_for=PATIENCE, retry_delay=0.05, retry_delay_max=0.2
-    ) as producer:
-        receipts = [producer.send(b"%d" % number, timeout=PATIENCE) for number in range(15)]
-        wait_held(producer, HoldKind.REFUSED)
-        # Wait until all messages are answered. A later message would overtake the refused messages.
-        eventually(lambda: producer.in_flight == 0, timeout=PATIENCE)
-        seen: list[int] = []
-        for _method, _properties, body in channel.consume(name, auto_ack=True, inactivity_timeout=PATIENCE):
-            assert body is not None
-            seen.append(int(body))
-            if len(set(seen)) == 15:
-                break
-        producer.flush(PATIENCE)
-    channel.queue_delete(name)
-    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
-    assert list(dict.fromkeys(seen)) == list(range(15))
 
 
 @pytest.mark.slow
