@@ -18,7 +18,6 @@ from urllib.parse import quote
 from qflow_client.broker.core.channelflow import Discipline
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.limits import Rules
-from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.passwords import is_hash
 from qflow_client.broker.core.ports import Disk, Front, Journal
 from qflow_client.broker.core.runner import Runner
@@ -28,8 +27,6 @@ from qflow_client.broker.core.settings import Settings
 from qflow_client.broker.core.virtualhost import VirtualHost
 
 __all__ = ["EmbeddedBroker", "on_loop", "url_host"]
-
-_log = get_logger(__name__)
 
 # Maximum seconds that a stopping broker waits for the bodies of dead messages that are only on disk.
 _STOP_LETTERS = 10.0
@@ -114,7 +111,6 @@ class EmbeddedBroker:
                 started.push_async_callback(self._disk.stop)
             started.callback(self._runner.leave)
             started.callback(self._host.end_observing)
-            started.push_async_callback(self._end_deletions)
             started.push_async_callback(self._send_letters)
             self._port = await self._server.start()
             started.push_async_callback(self._server.stop)
@@ -136,16 +132,6 @@ class EmbeddedBroker:
             # Each read needs a new `flush`, so wait for a moment instead of for an event.
             await asyncio.sleep(0.01)
             letters.send_all()
-
-    async def _end_deletions(self) -> None:
-        """Let all messages leave the deleted queues. Until then, the journal has no batch for the store."""
-        journal = self._host.journal
-        while journal is not None and journal.emptying:
-            try:
-                self._host.timers.tick(self._server.clock())
-            except Exception:
-                _log.exception("a timer failed while the broker stops")
-            await asyncio.sleep(0)
 
     async def _stop(self) -> None:
         await self._started.aclose()

@@ -80,9 +80,6 @@ class Journal(Protocol):
     backlog_size: int
     #: Maximum of `backlog_size` in bytes. Above this maximum, publishing connections are not read.
     max_backlog: int
-    #: Number of deleted queues that some messages have not left yet. A new batch of records waits until this is 0. So
-    #: the store has no messages of a queue that it has deleted.
-    emptying: int
     #: Bytes of incoming bodies and open transactions.
     unfinished: int
     #: Bytes of messages that wait for room in a queue.

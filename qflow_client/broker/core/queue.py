@@ -424,10 +424,6 @@ class Queue:
     def delete(self) -> int:
         """Remove all messages. Return how many were ready. The caller then runs `Dispatcher.cancel_all_in_steps`."""
         self.is_deleted = True
-        if self.storage is not None and self.number:
-            self.storage.begin_deletion()
-            # If a callback below fails, `tick` ends the deletion.
-            self._tick_now()
         self._note_surplus(False)
         count = self.purge()
         self.release_withheld()
@@ -446,11 +442,8 @@ class Queue:
         return count
 
     def _end_deletion(self) -> None:
-        """When all entries have left the deleted queue, break its reference cycles, so that its memory is free."""
+        """If all entries have left, break the reference cycles, so that the garbage collector is not needed."""
         if self.contents.leaving or self._has_ended:
-            return
-        if self.storage is not None and not self.storage.end_deletion(Contents.AT_ONCE):
-            self._tick_now()
             return
         self._has_ended = True
         self.contents.observers = ()

@@ -40,7 +40,6 @@ class Storage(EntryObserver):
         "_contents",
         "_enter",
         "_has_letters",
-        "_held",
         "_is_reading",
         "_journal",
         "_leave",
@@ -69,8 +68,6 @@ class Storage(EntryObserver):
         self.droppable: DroppableEntries | None = None
         # Dropped messages that stay in the journal, because their dead letters have not arrived yet.
         self._letters: dict[StoredMessage, None] = {}
-        # The same, for messages that `Journal.hold` keeps in the journal, because the queue is deleted.
-        self._held: dict[StoredMessage, None] = {}
         # Whether the body of a message can be on disk and not in memory.
         self.may_lack = journal.has_store
         self._is_reading = False
@@ -141,31 +138,6 @@ class Storage(EntryObserver):
         if message in self._letters:
             del self._letters[message]
             self._leave(self._number, message)
-        elif message in self._held:
-            del self._held[message]
-            self._leave(0, message)
-
-    def begin_deletion(self) -> None:
-        """Record that a queue with a number is deleted. Its messages must leave before the next batch of records."""
-        self._journal.emptying += 1
-
-    def end_deletion(self, most: int) -> bool:
-        """Record that all messages have left the deleted queue. Messages that await `letter_done` stay in the journal.
-
-        Return False if there are more than `most` of these messages: call this method again soon.
-        """
-        if not self._number:
-            return True
-        for _ in range(min(most, len(self._letters))):
-            message, _ = self._letters.popitem()
-            self._held[message] = None
-            self._journal.hold(message)
-            self._leave(self._number, message)
-        if self._letters:
-            return False
-        self._number = 0
-        self._journal.emptying -= 1
-        return True
 
     def hold_missing(self, message: StoredMessage) -> None:
         """If the body of a message is only on disk, keep the message in the journal after it leaves the queue."""

@@ -157,7 +157,6 @@ class Journal:
         self.loaded = 0
         self._numbers = count(1)
         self.topology = TopologyLog()
-        self.emptying = 0
         # Changes that are in no batch yet; see `Batch`. The keys of `_puts` and `_moves` are message numbers.
         self._puts: dict[int, tuple[StoredMessage, float]] = {}
         self._moves: dict[int, Record] = {}
@@ -177,10 +176,9 @@ class Journal:
         self.written = 0
         self.batches = 0
 
-    def go_on_from(self, number: int, queue_number: int) -> None:
-        """Give new messages and new queues higher numbers than `number` and `queue_number`."""
+    def go_on_from(self, number: int) -> None:
+        """Give new messages numbers above `number`, which is the highest message number in the store."""
         self._numbers = count(number + 1)
-        self.topology.go_on_from(queue_number)
 
     # Messages.
 
@@ -408,17 +406,15 @@ class Journal:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether `take` can return a batch now."""
-        return bool(self._full) or (self._has_changes and not self.emptying)
-
-    @property
-    def _has_changes(self) -> bool:
-        return bool(self._puts or self._removals or self._moves or self.topology.changes or self._callbacks)
+        """Whether there are batches, changes or callbacks that `take` has not returned yet."""
+        return bool(
+            self._full or self._puts or self._removals or self._moves or self.topology.changes or self._callbacks
+        )
 
     @property
     def is_idle(self) -> bool:
         """Whether all changes are on disk."""
-        return self._taken is None and not self._full and not self._has_changes
+        return self._taken is None and not self.is_dirty
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
         if self.topology.changes or (not topology_only and (self._puts or self._removals or self._moves)):
@@ -431,7 +427,7 @@ class Journal:
         return False
 
     def divide(self) -> None:
-        if self._pending >= self.MAX_BATCH and not self.emptying:
+        if self._pending >= self.MAX_BATCH:
             self._full.append(self._collect())
 
     def take(self) -> Batch:

@@ -117,7 +117,7 @@ class Keeper:
     async def _recover(self, store: Store) -> None:
         found = await self._run(store.topology)
         host, recovery = self._host, Recovery(self._host, self._journal, time.time)
-        self._journal.go_on_from(found.last, max((queue[0] for queue in found.queues), default=0))
+        self._journal.go_on_from(found.last)
         try:
             recovery.recover_topology(found)
         except AmqpError as error:
@@ -125,9 +125,9 @@ class Keeper:
         messages = store.messages()
         recovered = 0
         while page := await self._run(lambda: list(islice(messages, self._AT_ONCE))):
-            lost = recovery.recover_messages(page)
-            if lost:
-                await self._run(store.set_aside_messages, lost, "none of its queues exists")
+            rest = recovery.recover_messages(page)
+            if rest:
+                await self._run(store.remove_messages, rest)
             host.relieve()
             recovered += len(page)
         recovery.finish()

@@ -21,6 +21,8 @@ class Recovery:
         self._wall_clock = wall_clock
         # The restored queues. The keys are the numbers of the queues in the store.
         self._queues: dict[int, Queue] = {}
+        # The highest queue number in the store.
+        self.last_queue = 0
 
     def recover_topology(self, found: Found) -> None:
         host = self._host
@@ -34,6 +36,7 @@ class Recovery:
                 self._queues[number] = host.declare_queue(
                     name, durable=True, auto_delete=auto_delete, arguments=arguments, number=number
                 )
+                self.last_queue = max(number, self.last_queue)
             for source, kind, name, routing_key, arguments in found.bindings:
                 destination = host.queue(name) if kind == "queue" else host.router.exchange(name)
                 host.topology.bind(destination, source, routing_key, arguments)
@@ -43,22 +46,25 @@ class Recovery:
     def recover_messages(self, messages: Iterable[FoundMessage]) -> list[int]:
         """Put messages of a message store into their queues. The messages must be in the order of their numbers.
 
-        Return the numbers of the messages that are in no restored queue: the rows of their queues were damaged or lost.
+        Return the numbers of the messages that are in no restored queue. Either their queues were deleted, and these
+        messages had not left them when the broker was killed. Or the rows of their queues were damaged.
         """
         now = self._wall_clock()
-        lost = []
+        rest = []
         for each in messages:
+            self.last_queue = max((self.last_queue, *each.queues))
             queues = [number for number in each.queues if number in self._queues]
             if not queues:
-                lost.append(each.number)
+                rest.append(each.number)
                 continue
             message = StoredMessage(Address(each.exchange, each.routing_key), each.header, each.body)
             self._journal.recovered(message, each.number, queues)
             for number in queues:
                 self._queues[number].recover(message, max(0.0, now - each.at))
-        return lost
+        return rest
 
     def finish(self) -> None:
         """Drop the restored messages that have expired or exceed a queue's maximum."""
+        self._journal.topology.go_on_from(self.last_queue)
         for queue in self._queues.values():
             queue.after_publish()

@@ -248,6 +248,13 @@ class Store:
         for number in numbers:
             self._set_aside("message", number, why)
 
+    def remove_messages(self, numbers: list[int]) -> None:
+        """Remove messages whose queues do not exist. If the row of a queue was damaged, set the messages aside."""
+        if any(each.startswith("queue ") for each in self.damaged):
+            self.set_aside_messages(numbers, "none of its queues exists")
+        else:
+            self.write(Batch(removals=numbers))
+
     def messages(self) -> Iterator[FoundMessage]:
         """Yield the undamaged messages in the order of their numbers. Set damaged messages aside."""
         last = 0

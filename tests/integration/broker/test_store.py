@@ -24,10 +24,11 @@ from pamqp import commands
 from benchmarks.damage import damage
 from qflow_client import Producer
 from qflow_client.broker import Broker, StoreError
-from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.deadletter import DeadLetters
+from qflow_client.broker.core.wire import encode_header
 from qflow_client.broker.http.server import HttpServer
 from qflow_client.broker.store import keeper
+from qflow_client.broker.store.journal import Batch, Put
 from qflow_client.broker.store.keeper import Keeper
 from qflow_client.broker.store.store import BodyReader, Store
 from tests.effort import rounds
@@ -118,22 +119,17 @@ def test_a_broker_that_stops_first_sends_all_dead_letters_even_if_their_queue_is
         assert broker.queue("dead").depth == 100
 
 
-def test_a_broker_that_stops_first_empties_deleted_queues(tmp_path, monkeypatch, caplog):
-    # One message leaves in each slice.
-    monkeypatch.setattr(Contents.let_leave, "__defaults__", (1,))
-
-    async def delete_and_stop():
-        async with Broker(store=tmp_path / "store") as broker:
-            broker.declare_queue("q", durable=True)
-            for _ in range(1000):
-                broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
-            await broker.wait_until_durable_async()
-            broker.delete_queue("q")
-
-    asyncio.run(delete_and_stop())
+def test_a_broker_that_is_killed_while_it_empties_a_deleted_queue_removes_the_other_messages_at_its_start(
+    tmp_path, monkeypatch, caplog
+):
+    with closing(Store(tmp_path / "store")) as store:
+        puts = [Put(number, [7], 0.0, b"\0\0", encode_header(0, None), b"") for number in range(1, 2001)]
+        store.write(Batch(puts=puts))
     with Broker(store=tmp_path / "store") as broker:
         assert broker.queues() == ()
-    assert "set aside" not in caplog.text
+    assert caplog.text == ""
+    with closing(Store(tmp_path / "store")) as store:
+        assert list(store.messages()) == []
 
 
 def test_messages_that_expired_while_the_broker_was_down_are_dead_lettered_although_nobody_connects(tmp_path):

@@ -55,7 +55,7 @@ def found(path: Path) -> tuple[World, dict[int, bytes], list[str]]:
         recovery = Recovery(world.host, journal, world.wall_clock)
         recovery.recover_topology(store.topology())
         messages = list(store.messages())
-        store.set_aside_messages(recovery.recover_messages(messages), "its queues are not there")
+        store.remove_messages(recovery.recover_messages(messages))
         recovery.finish()
         return world, {each.number: each.body for each in messages}, store.damaged
     finally:

@@ -13,9 +13,9 @@ import pytest
 from pamqp import commands
 
 from qflow_client.broker.core.contents import Contents
-from qflow_client.broker.core.deadletter import DeadLetters
 from qflow_client.broker.core.entries import DropReason
 from qflow_client.broker.core.errors import ChannelException
+from qflow_client.broker.core.timers import Timers
 from qflow_client.broker.policies.definitions import (
     DefinitionError,
     Definitions,
@@ -35,7 +35,6 @@ from ..conftest import Disk, World
 
 OPERATIONS = ("declare", *["publish"] * 3, *["get"] * 2, "bind", "unbind", "delete", "exchange", "take")
 PERSISTENT = commands.Basic.Properties(delivery_mode=2)
-LETTERS = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
 
 
 @pytest.fixture(name="world")
@@ -294,10 +293,10 @@ class Stored:
         world = durable_world(**options)
         world.now = self.world.now
         found = self.store.topology()
-        world.host.journal.go_on_from(found.last, max((queue[0] for queue in found.queues), default=0))
+        world.host.journal.go_on_from(found.last)
         recovery = Recovery(world.host, world.host.journal, world.wall_clock)
         recovery.recover_topology(found)
-        recovery.recover_messages(self.store.messages())
+        self.store.remove_messages(recovery.recover_messages(self.store.messages()))
         recovery.finish()
         self.world = world
         return world
@@ -549,8 +548,9 @@ def test_a_crash_between_two_disk_batches_loses_no_confirmed_message_and_duplica
     with Stored(world) as stored:
         client = world.client().channel(confirms=True)
         host = world.host
+        letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
         ring = {"qpid.max_count": 5, "qpid.policy_type": "ring"}
-        for queue, arguments in (("q", LETTERS | ring), ("kept", {}), ("dead", {})):
+        for queue, arguments in (("q", letters | ring), ("kept", {}), ("dead", {})):
             host.declare_queue(queue, durable=True, arguments=arguments)
         for queue in ("q", "kept"):
             host.topology.bind(host.queues[queue], "amq.fanout", "", {})
@@ -592,51 +592,36 @@ def number_of(content):
     return int(content.split(b" ")[0])
 
 
-@pytest.mark.parametrize("letters", [0, 5])
-def test_E9_a_durable_queue_is_emptied_in_slices_and_the_store_then_forgets_it_with_all_its_messages(
-    world, monkeypatch, letters
+@pytest.mark.parametrize("ticks", range(4))
+def test_E9_a_durable_queue_is_emptied_in_slices_and_a_kill_meanwhile_leaves_none_of_its_messages(
+    world, monkeypatch, ticks
 ):
-    # No letter is sent.
-    monkeypatch.setattr(DeadLetters, "tick", lambda *_: None)
+    # Each tick calls one timer.
+    monkeypatch.setattr(Timers, "MAX_TICK", 0.0)
     many = 5 * Contents.AT_ONCE // 2
     with Stored(world) as stored:
         client = world.client().channel(confirms=True)
-        world.host.declare_queue("other", durable=True)
-        world.host.declare_queue("q", durable=True, arguments=LETTERS)
-        client.publish(properties=PERSISTENT, times=letters + many)
+        for name in ("both", "q"):
+            world.host.topology.bind(world.host.declare_queue(name, durable=True), "amq.fanout", "", {})
+        client.publish(properties=PERSISTENT, times=many)
+        client.publish(exchange="amq.fanout", properties=PERSISTENT)
         stored.write()
-        queue = world.queue()
-        for entry in tuple(queue.contents.ready)[:letters]:
-            queue.dropping.drop(entry, DropReason.EXPIRED)
-        monkeypatch.setattr(Contents, "AT_ONCE", 2)
         client.received()
+        queue = world.queue()
         client.send(1, commands.Queue.Delete(queue="q"))
-        client.publish(routing_key="other", properties=PERSISTENT)
-        assert (queue.depth, world.host.journal.is_idle) == (many - 1000, False)
-        while queue.contents.leaving or queue.storage._letters:
-            # A batch would contain the deletion of the queue, but not of all its messages.
-            assert not world.host.journal.is_dirty
+        assert queue.depth == many + 1 - Contents.AT_ONCE
+        for _ in range(ticks):
             world.host.timers.tick(world.now)
-        assert queue.storage._held.keys() == {message for _, _, message, _ in world.host.dead_letters._dead}
-        assert client.names() == []
         stored.write()
-        assert client.names() == ["Queue.DeleteOk", "Basic.Ack"]
-        stored.recovered()
-        assert depths(stored.world) == {"other": 1}
+        assert client.names() == ["Queue.DeleteOk"]
+        assert queue.depth == max(0, many + 1 - (1 + ticks) * Contents.AT_ONCE)
+        assert len(list(stored.store.messages())) == max(1, queue.depth)
+        after = stored.recovered().host
+        # A new queue gets no number that a message still has.
+        number = after.declare_queue("new", durable=True).number
+        assert all(number not in each.queues for each in stored.store.messages())
+        assert depths(stored.world) == {"both": 1, "new": 0}
         assert len(list(stored.store.messages())) == 1
-
-
-def test_a_queue_whose_deletion_fails_half_way_is_still_emptied_and_forgotten_by_the_store(world, monkeypatch):
-    with Stored(world) as stored:
-        world.host.declare_queue("q", durable=True)
-        world.client().channel().publish(properties=PERSISTENT)
-        stored.write()
-        monkeypatch.setattr(world.host.waiting, "admit", None)
-        with pytest.raises(TypeError):
-            world.host.delete_queue(world.queue())
-        world.tick(world.now)
-        assert depths(stored.recovered()) == {}
-        assert list(stored.store.messages()) == []
 
 
 # Messages on disk that are dead-lettered.
