@@ -193,7 +193,8 @@ class Settling:
     def settle_acked(self, acks: Iterable[tuple[int, int]], now: float) -> None:
         """Settle the messages that the acks of one read confirm. `TapChannel.on_acks` describes `acks`.
 
-        The result is the same as with a call of `answer` for each ack. Acks with consecutive tags are handled together.
+        The result is the same as if `answer` were called for each ack. But messages with consecutive tags are settled
+        together, which takes less time.
         """
         written = self._unconfirmed.outbound.finished
         # The highest tag up to which all messages are confirmed but not settled by this loop yet; 0 if there is none.

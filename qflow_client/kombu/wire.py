@@ -194,8 +194,8 @@ class Wire:
     def _get_tcp_socket_defaults(self, sock: Any) -> dict[int, int]:
         found: dict[int, int] = super()._get_tcp_socket_defaults(sock)  # type: ignore[misc]  # py-amqp's
         if _TCP_USER_TIMEOUT is not None:
-            # By py-amqp's default, Linux ends a connection if the peer accepts no bytes for a second. But a channel may
-            # wait `limit` seconds to write a message. Then this class may wait `limit` seconds to write a method.
+            # By py-amqp's default, Linux ends a connection if the peer accepts no bytes for a second. But the write of
+            # a message may take `limit` seconds, and so may the write of a method after it.
             found[_TCP_USER_TIMEOUT] = 0 if self.limit is None else min(int(2000 * self.limit) + 1000, 1 << 30)
         return found
 

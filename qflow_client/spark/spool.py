@@ -47,8 +47,8 @@ class Spool:
 
     Args:
         path: the folder, which is created if it does not exist.
-        holds: what the spool is for: for example the kind and the name of the queue. A new folder records `holds`. A
-            folder with other `holds` is refused.
+        holds: what the messages belong to, for example the kind and the name of a queue. A new folder records this. A
+            folder that has recorded something else is refused.
 
     Raises:
         SpoolError: the folder cannot be used, is in use by another query, or was created with other `holds`.

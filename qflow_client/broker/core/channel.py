@@ -122,7 +122,7 @@ class Channel:
         self.router = session.host.router
         self.controls = session.controls
         self._missing_methods = session.dialect.missing
-        # Set when either side has sent Channel.Close, or the connection ends. `Session` handles all later frames.
+        # Whether either side has sent Channel.Close, or the connection has ended. Then `Session` handles all frames.
         self.is_closing = False
         # Name of the queue that the channel declared last. In a method, an empty queue name means this queue.
         self.last_queue = ""

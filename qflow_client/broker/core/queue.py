@@ -434,7 +434,7 @@ class Queue:
         if self._observer is not None:
             self._observer.deleted(self)
             self._observer = self.flows.observer = None
-        # Messages that wait for room in several queues no longer wait for this queue.
+        # Messages no longer wait for this queue.
         self._surroundings.admit_waiting(self, self._clock())
         # The `Target` of a publisher can keep the queue in memory for a while, but must not keep the connection too.
         self.exclusive_owner = None
@@ -443,12 +443,11 @@ class Queue:
 
     def _end_deletion(self) -> None:
         """If all entries have left, break the reference cycles, so that the garbage collector is not needed."""
-        if self.contents.leaving or self._has_ended:
-            return
-        self._has_ended = True
-        self.contents.observers = ()
-        self.dropping.end()
-        self.flows.end()
+        if not self.contents.leaving and not self._has_ended:
+            self._has_ended = True
+            self.contents.observers = ()
+            self.dropping.end()
+            self.flows.end()
 
     # Time.
 

@@ -334,7 +334,7 @@ class Server:
 
         Output that clients do not read may use only half of the limit, so that it cannot fill memory alone. While
         memory is full, the held input of connections that have not published yet may use 1/32 of the limit.
-        `Journal.held` does not count held input. If it did, memory could stay full forever, because held input waits.
+        `Journal.held` does not count held input: otherwise memory that is full of input which waits would stay full.
         """
         cut: list[Connection] = []
         why = []

@@ -1,6 +1,7 @@
 """Exchanges and bindings, sans-I/O: `Topology` declares and deletes exchanges, and adds and removes bindings.
 
-Durable objects are recorded in the journal. Every change increases `Router.version`, so cached targets become invalid.
+Durable objects are recorded in the journal. Every change increases `Router.version`, so that the queues of a cached
+target are found again before its next use.
 """
 
 from __future__ import annotations
