@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,59 +18,7 @@ from tests.effort import EFFORT
 from tests.interrupting import EVERY, each_interrupt, pressed_in
 
 from .support import CHANNEL, FRAME_MAX, Wire, drain, make, publish, reconnect, returned, send, wait, wire, write
-
-
-class Store:
-    """Keeps messages in memory, and has no backlog.
-
-    Args:
-        protocol: the state to which it is attached.
-    """
-
-    def __init__(self, protocol: ProducerProtocol) -> None:
-        self.kept: dict[int, Receipt] = {}
-        protocol.attach_store(self, 0.0)
-
-    @property
-    def limiter(self) -> None:
-        return None
-
-    def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None: ...
-
-    def admitting(self, receipt: Receipt, number: int) -> None:
-        self.kept[number] = receipt
-
-    @property
-    def keeps_all_back(self) -> bool:
-        return False
-
-    def count_writable(self, unsent: deque[Receipt]) -> int:
-        return len(unsent)
-
-    def settled(self, receipts: Sequence[Receipt]) -> None:
-        for receipt in receipts:
-            self.kept.pop(receipt._number, None)
-
-    def admit_backlog(self, now: float) -> None: ...
-
-    def spill_line(self, now: float) -> None: ...
-
-    @property
-    def has_backlog(self) -> bool:
-        return False
-
-    def when_flushed(self, waiter: Any) -> None: ...
-
-    def forget_waiter(self, waiter: Any) -> bool:
-        return False
-
-    def next_timer(self, now: float) -> float | None:
-        return None
-
-    def end(self, reason: str) -> None: ...
-
-    def heal(self, unsettled: Sequence[Receipt]) -> None:
-        self.kept = {receipt._number: receipt for receipt in unsettled}
+from .test_store import Store, attached
 
 
 class Watch:
@@ -106,7 +53,8 @@ class Life:
         self.holds = set(protocol.gate.holds)
         protocol.reports.events = []
         protocol.reports.settled = [] if told else None
-        self.store = Store(protocol)
+        self.store = Store()
+        protocol.attach_store(self.store, 0.0)
         self.watch = protocol.admission.observer = Watch()
         self.receipts = [send(protocol, b"1"), send(protocol, b"2"), send(protocol, Message(b"3", message_id="own"))]
         self.receipts.append(send(protocol, b"4"))
@@ -489,8 +437,7 @@ def test_E2_a_first_channel_whose_opening_ctrl_c_interrupts_counts_as_opened_onl
 
 
 def test_no_retry_timer_is_set_while_a_nacked_message_waits_for_the_disk() -> None:
-    protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=2.0)
-    store = Store(protocol)
+    protocol, store = attached(retries=Backoff(1.0, 8.0, 0.0), retry_for=2.0)
     refused = publish(protocol)
     protocol.on_nack(1, False, 0.0)
     # As for messages that were on their way to the disk.
@@ -499,7 +446,7 @@ def test_no_retry_timer_is_set_while_a_nacked_message_waits_for_the_disk() -> No
     protocol.on_timer(2.0)
     assert refused.outcome is Outcome.NACKED
     assert protocol.next_timer(2.0) == 1.0
-    store.count_writable = lambda unsent: 0  # type: ignore[method-assign]
+    store.kept_back = 0
     assert protocol.next_timer(2.0) is None
 
 

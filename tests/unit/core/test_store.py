@@ -31,7 +31,7 @@ class Store:
     def __init__(self, room: int | None = None, max_size: int = 100) -> None:
         self.limiter: Limiter | None = None if room is None else WindowLimiter(room, kind=HoldKind.OUTBOX)
         self._max_size = max_size
-        self.kept: list[int] = []
+        self.kept: set[int] = set()
         self.has_backlog = False
         self.waiters: list[Any] = []
         self.timer: float | None = None
@@ -41,11 +41,12 @@ class Store:
         self.keeps_all_back = False
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
-        if len(payload) > self._max_size:  # type: ignore[arg-type]  # bytes
-            raise NoRoom(f"{len(payload)} bytes to {exchange!r}/{routing_key!r}")  # type: ignore[arg-type]  # bytes
+        size = len(payload.body if isinstance(payload, Message) else payload)
+        if size > self._max_size:
+            raise NoRoom(f"{size} bytes to {exchange!r}/{routing_key!r}")
 
     def admitting(self, receipt: Receipt, number: int) -> None:
-        self.kept.append(number)
+        self.kept.add(number)
 
     def count_writable(self, unsent: deque[Receipt]) -> int:
         return sum(1 for receipt in unsent if receipt._number < self.kept_back)
@@ -73,7 +74,7 @@ class Store:
         self.ended = reason
 
     def heal(self, unsettled: Sequence[Receipt]) -> None:
-        self.kept = [receipt._number for receipt in unsettled]
+        self.kept = {receipt._number for receipt in unsettled}
 
 
 def attached(**settings: Any) -> tuple[ProducerProtocol, Store]:
@@ -95,10 +96,10 @@ def test_senders_that_waited_before_the_outbox_was_attached_are_admitted_to_the_
     protocol.channel_opened(1, FRAME_MAX, 1.0)
     assert protocol.reports.wake == [0]
     assert first.receipt is not None
-    assert store.kept == [1]
+    assert store.kept == {1}
     drain(protocol)
     protocol.on_ack(1, False, 2.0)
-    assert store.kept == [2]
+    assert store.kept == {2}
     assert third.receipt is not None
     assert protocol.reports.wake == [0, 2]
 
@@ -121,15 +122,15 @@ def test_a_full_outbox_holds_a_producer_even_if_its_window_has_room() -> None:
     send(protocol)
     assert protocol.admission.send(b"x", "", "q", 0.0) is None
     assert holds(protocol) == [HoldKind.OUTBOX]
-    assert store.kept == [1, 2]
+    assert store.kept == {1, 2}
 
 
 def test_send_at_once_returns_none_if_the_producer_has_an_outbox() -> None:
     protocol, store = attached()
     assert protocol.admission.send_at_once(b"x", "", "q") is None
-    assert store.kept == []
+    assert store.kept == set()
     send(protocol)
-    assert store.kept == [1]
+    assert store.kept == {1}
     assert protocol.admission.id_prefix == PREFIX
 
 
