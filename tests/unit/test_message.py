@@ -11,8 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from qflow_client.message import DeliveryMode, Message, RoutedMessage, as_body
 from tests.unit.messages import PROPERTIES
@@ -231,23 +229,6 @@ def test_the_headers_of_a_message_may_be_any_mapping(headers: Mapping[str, Any])
 def test_headers_of_a_message_that_are_not_a_mapping_raise_an_error(headers: Any) -> None:
     with pytest.raises(TypeError, match=f"headers must be a mapping, not {type(headers).__name__}"):
         Message(b"", headers=headers)
-
-
-@given(st.dictionaries(st.sampled_from(SHORT_STRINGS), st.text(st.characters(), max_size=300)))
-def test_making_a_message_raises_an_error_exactly_if_one_of_its_strings_is_too_long_or_not_unicode(
-    values: dict[str, str],
-) -> None:
-    def fits(value: str) -> bool:
-        try:
-            return len(value.encode()) <= 255
-        except UnicodeEncodeError:
-            return False
-
-    if all(map(fits, values.values())):
-        Message(b"", **values)  # type: ignore[arg-type]
-    else:
-        with pytest.raises(ValueError, match=r"bytes; AMQP carries|cannot be encoded"):
-            Message(b"", **values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -224,11 +224,6 @@ def test_the_text_forever_in_a_url_means_no_time_limit() -> None:
     assert load(f"{URL}?max_producer_flow_control_wait=forever").max_producer_flow_control_wait is None
 
 
-def test_the_keyword_value_none_for_a_timeout_setting_means_no_time_limit() -> None:
-    environ = {"QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT": "5"}
-    assert load(environ=environ, max_producer_flow_control_wait=None).max_producer_flow_control_wait is None
-
-
 def test_the_settings_are_read_from_the_environment_of_the_process_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QFLOW_CAPACITY", "7")
     assert ProducerSettings.load().capacity == 7
@@ -367,16 +362,6 @@ def test_a_list_of_urls_gives_the_hosts_to_try_in_this_order() -> None:
     assert ProducerSettings(url=URL).urls == (URL,)
 
 
-def test_urls_in_the_environment_are_separated_by_commas() -> None:
-    assert load(environ={"QFLOW_URL": "amqp://one/,amqp://two/"}).urls == ("amqp://one/", "amqp://two/")
-    assert load(environ={"QFLOW_URL": "amqp://one/"}).urls == ("amqp://one/",)
-    assert load(environ={"QFLOW_URL": "amqp://one:1, amqps://two:2"}).urls == ("amqp://one:1", "amqps://two:2")
-    with pytest.raises(SettingsError, match="QFLOW_URL='amqp://one/,two'"):
-        load(environ={"QFLOW_URL": "amqp://one/,two"})
-    with pytest.raises(SettingsError, match="QFLOW_URL='one': it must be an amqp://"):
-        load(environ={"QFLOW_URL": "one"})
-
-
 def test_the_broker_url_is_taken_from_the_first_source_that_has_one() -> None:
     environ = {"QFLOW_URL": "amqp://env/"}
     settings = ProducerSettings(url="amqp://settings/")
@@ -395,6 +380,8 @@ def test_in_a_text_of_several_urls_only_a_comma_before_a_url_scheme_separates_ur
     for text in ("amqp://one/,two", "amqp://one,two", "amqp://one:1,two:2", "amqp://one,,amqp://two", "amqp://one,"):
         with pytest.raises(SettingsError, match=f"QFLOW_URL='{text}': it must be an amqp://"):
             load(environ={"QFLOW_URL": text})
+    with pytest.raises(SettingsError, match="QFLOW_URL='one': it must be an amqp://"):
+        load(environ={"QFLOW_URL": "one"})
 
 
 def test_of_several_urls_the_first_one_that_contains_a_setting_gives_its_value() -> None:

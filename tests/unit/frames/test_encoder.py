@@ -118,10 +118,6 @@ def test_a_message_with_an_id_from_the_application_keeps_that_id() -> None:
     assert sent.properties["message_id"] == "mine"
 
 
-def test_without_a_number_no_message_id_is_generated() -> None:
-    assert "message_id" not in read_with_pika(encode(Message(b""), None, id_prefix="producer-")).properties
-
-
 def test_a_message_id_prefix_that_leaves_no_room_for_the_number_raises_an_error() -> None:
     longest = "ü" * 121 + "x"
     message_id = longest + "f" * 12

@@ -44,14 +44,6 @@ def test_the_splitter_finds_all_frames_however_the_stream_is_split(frames: list[
     assert split(cut(stream, places)) == (frames, None)
 
 
-def test_the_splitter_finds_all_frames_if_the_input_is_split_at_any_byte_or_into_single_bytes() -> None:
-    frames = [(1, 1, b"\xce" * 9), (2, 65535, b""), (3, 0, b"\x01\x00\x01\x00\x00\x00\x00\xce"), (8, 0, b"")]
-    stream = b"".join(frame(*each) for each in frames)
-    for place in range(len(stream) + 1):
-        assert split([stream[:place], stream[place:]]) == (frames, None)
-    assert split([stream[at : at + 1] for at in range(len(stream))]) == (frames, None)
-
-
 def test_the_splitter_returns_a_frame_when_its_last_byte_arrives_and_not_earlier() -> None:
     splitter, whole = FrameSplitter(), frame(METHOD_FRAME, 7, b"payload")
     assert feed(splitter, whole[:-1]) == []
@@ -95,14 +87,6 @@ def test_a_frame_larger_than_frame_max_raises_an_error_before_its_payload_has_ar
     splitter = FrameSplitter()
     assert feed(splitter, head) == []
     assert splitter.pending == 8, "without a frame-max it is waited for, and no memory is taken in advance"
-
-
-def test_the_frame_max_of_a_splitter_can_be_changed_when_it_is_negotiated() -> None:
-    splitter = FrameSplitter()
-    feed(splitter, frame(BODY_FRAME, 1, b"x" * 100))
-    splitter.frame_max = 50
-    with pytest.raises(FrameError):
-        feed(splitter, frame(BODY_FRAME, 1, b"x" * 100))
 
 
 @pytest.mark.timeout(30)
