@@ -230,29 +230,6 @@ def test_the_method_look_returns_false_for_a_size_limiter_that_is_exactly_full()
     assert controller.look(2.0)
 
 
-def test_C6_lowering_the_capacity_cancels_no_element_and_raising_the_capacity_admits_more() -> None:
-    window = WindowLimiter(2)
-    controller = occupied(window, 1, 1)
-    (ticket,) = line_up(controller, 1)
-    window.capacity = 1
-    controller.release(1)
-    assert controller.grant(1.0) is None
-    window.capacity = 2
-    assert controller.grant(1.0) is ticket
-    assert window.used == 2
-
-
-def test_an_element_larger_than_the_capacity_is_admitted_when_nothing_else_uses_capacity() -> None:
-    controller = occupied(SizeLimiter(10), 1)
-    (huge, small) = line_up(controller, 99, 1)
-    assert controller.grant(0.0) is None
-    controller.release(1)
-    assert controller.grant(0.0) is huge
-    assert controller.grant(0.0) is None
-    controller.release(99)
-    assert controller.grant(0.0) is small
-
-
 def test_F8_try_acquire_calls_the_limiter_only_once_to_check_and_add_an_element() -> None:
     asked: list[str] = []
 
@@ -350,16 +327,6 @@ def test_if_other_code_lifts_the_hold_of_a_full_limiter_no_element_is_admitted()
     controller.gate.observer = lambda hold, raised, now: raised and controller.gate.lift(hold.kind, now=now)
     assert controller.grant(2.0) is None
     assert controller.gate.is_open
-    assert window.used == 1
-
-
-def test_calling_dismiss_repeatedly_removes_all_waiting_tickets_in_order_and_uses_no_capacity() -> None:
-    window = WindowLimiter(1)
-    controller = occupied(window, 1)
-    first, gone, last = line_up(controller, 1, 1, 1)
-    controller.leave_line(gone)
-    assert [controller.dismiss() for _ in range(3)] == [first, last, None]
-    assert controller.waiting == 0
     assert window.used == 1
 
 

@@ -22,27 +22,6 @@ def test_raising_a_hold_closes_the_gate_and_lifting_the_hold_opens_the_gate() ->
     assert gate.times_closed == 1
 
 
-def test_the_gate_stays_closed_until_the_last_hold_is_lifted() -> None:
-    gate = Gate()
-    gate.hold("capacity", now=1.0)
-    gate.hold("paused", now=2.0)
-    gate.lift("capacity", now=3.0)
-    assert not gate.is_open
-    assert gate.closed_since == 1.0, "it has not been open since the hold that closed it"
-    assert gate.times_closed == 1
-    gate.lift("paused", now=4.0)
-    assert gate.is_open
-
-
-def test_raising_an_existing_hold_again_changes_nothing() -> None:
-    gate = Gate()
-    gate.hold("paused", now=1.0, detail="first")
-    assert not gate.hold("paused", now=2.0, detail="second")
-    assert gate.holds == (Hold("paused", 1.0, "", "first"),)
-    gate.lift("paused", now=3.0)
-    assert gate.is_open, "holding twice needs no lifting twice"
-
-
 def test_forget_past_forgets_the_times_of_ended_holds_but_not_of_current_holds() -> None:
     gate = Gate()
     gate.hold("rate", now=0.0)
@@ -55,19 +34,6 @@ def test_forget_past_forgets_the_times_of_ended_holds_but_not_of_current_holds()
     gate.forget_past()
     assert (gate.times_closed, gate.seconds_held(12.0)) == (1, {"paused": 2.0})
     assert not gate.is_open
-
-
-def test_the_observer_of_a_gate_is_called_once_after_each_change_of_the_holds() -> None:
-    gate = Gate()
-    seen: list[tuple[str, bool, float, bool]] = []
-    gate.observer = lambda hold, raised, now: seen.append((hold.kind, raised, now, gate.is_open))
-    gate.hold("a", now=1.0)
-    gate.hold("b", now=2.0)
-    gate.hold("b", now=3.0)
-    gate.lift("a", now=4.0)
-    gate.lift("a", now=5.0)
-    gate.lift("b", now=6.0)
-    assert seen == [("a", True, 1.0, False), ("b", True, 2.0, False), ("a", False, 4.0, False), ("b", False, 6.0, True)]
 
 
 def test_the_text_of_a_hold_is_the_kind_followed_by_source_and_detail_in_parentheses() -> None:

@@ -144,28 +144,6 @@ def test_F2_by_size_an_element_larger_than_the_burst_passes_when_the_bucket_is_f
     assert limiter.ready_at(1, 1.5) == pytest.approx(1.5 + 3.1)
 
 
-def test_F3_a_rate_limiter_lets_sources_continue_when_its_token_count_is_no_longer_negative() -> None:
-    limiter = RateLimiter(2.0, burst=3)
-    for _ in range(3):
-        assert not limiter.add(1, 0.0)
-        assert limiter.resumable
-        assert limiter.resumes_at(0.0) == 0.0
-    for _ in range(2):
-        assert limiter.add(1, 0.0)
-    assert not limiter.resumable
-    assert limiter.resumes_at(0.0) == 1.0
-    assert limiter.resumes_at(5.0) == 5.0
-    assert not limiter.resumable, "it was not told that time has passed"
-
-
-def test_releasing_an_element_returns_no_tokens_to_the_rate_limiter() -> None:
-    limiter = RateLimiter(1.0)
-    limiter.add(1, 0.0)
-    limiter.remove(1)
-    assert limiter.refusal(1, 0.0) == "rate"
-    assert limiter.resumable
-
-
 def test_an_element_that_is_added_with_a_time_before_that_of_the_last_element_takes_no_extra_tokens() -> None:
     limiter = RateLimiter(1.0, burst=2)
     limiter.add(1, 10.0)
@@ -265,17 +243,6 @@ def test_F6_however_rate_and_burst_change_no_more_passes_than_the_highest_rate_a
 # Composite.
 
 
-def test_F2_a_composite_limiter_gives_the_reason_of_the_first_part_that_refuses_an_element() -> None:
-    both = CompositeLimiter([WindowLimiter(2, kind="count"), SizeLimiter(10, kind="size")])
-    both.add(9, 0.0)
-    assert both.refusal(1, 0.0) is None
-    assert both.refusal(2, 0.0) == "size"
-    both.add(0, 0.0)
-    assert both.refusal(2, 0.0) == "count"
-    both.remove(9, 2)
-    assert both.refusal(2, 0.0) is None
-
-
 def test_F3_every_part_of_a_composite_limiter_counts_an_element_even_if_an_earlier_part_overflows() -> None:
     window, size = WindowLimiter(1), SizeLimiter(10)
     both = CompositeLimiter([window, size])
@@ -326,19 +293,6 @@ def test_a_composite_limiter_without_parts_limits_nothing() -> None:
 
 
 # `refusal` and `add` in one call.
-
-
-def test_F2_a_composite_limiter_that_refuses_an_element_uses_no_capacity_of_any_part() -> None:
-    window, size, rate = WindowLimiter(2), SizeLimiter(10, kind="size"), RateLimiter(1.0, burst=2)
-    composite = CompositeLimiter([rate, window, size])
-    assert composite.try_add(9, 0.0) is None
-    for _ in range(5):
-        assert composite.try_add(2, 0.0) == "size"
-    assert (window.used, size.used) == (1, 9)
-    assert rate.refusal(1, 0.0) is None, "the rate, which was asked first, has its second token"
-    assert composite.try_add(1, 0.0) is None
-    assert composite.try_add(0, 0.0) == "rate"
-    assert (window.used, size.used) == (2, 10)
 
 
 def test_a_custom_limiter_needs_only_the_methods_of_the_limiter_protocol() -> None:
