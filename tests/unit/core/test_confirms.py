@@ -23,15 +23,6 @@ from tests.unit.messages import PROPERTIES
 from .support import FRAME_MAX, PREFIX, Wire, drain, logged, make, publish, returned, send, wait, wire, write
 
 
-def test_a_single_ack_confirms_only_the_message_with_that_delivery_tag() -> None:
-    protocol = make()
-    receipts = [send(protocol) for _ in range(3)]
-    drain(protocol)
-    protocol.on_ack(2, False, 0.0)
-    assert [receipt.outcome for receipt in receipts] == [None, Outcome.CONFIRMED, None]
-    assert protocol.window.used == 2
-
-
 def test_a_multiple_ack_confirms_all_messages_up_to_its_delivery_tag() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(5)]

@@ -83,11 +83,6 @@ def test_the_pika_class_for_stored_answers_has_the_methods_that_the_drop_in_repl
         assert callable(getattr(result, name))
 
 
-def test_importing_the_package_imports_neither_pika_nor_the_drop_in() -> None:
-    program = "import qflow_client, sys; sys.exit(any(name in sys.modules for name in ('pika', 'qflow_client.pika')))"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
 def test_importing_the_drop_in_for_pika_changes_no_attribute_of_pika() -> None:
     program = (
         "import pika, pika.adapters.asyncio_connection\n"
