@@ -222,6 +222,8 @@ class Queue:
         queue that gets its `Expiry` object does not need `Channel._publish_watched`, because `enqueue` always calls the
         observers, and `tick` drops the expired messages.
         """
+        if self._has_ended:
+            return
         self.may_refuse = self.overflow is not None or self.is_refusing
         self.has_line = self.waiting > 0
         flows = self.flows if self.flows.families or self._observer is not None else None
@@ -425,11 +427,9 @@ class Queue:
         """Remove all messages. Return how many were ready. The caller then runs `Dispatcher.cancel_all_in_steps`."""
         self.is_deleted = True
         self._note_surplus(False)
+        self.contents.purge_unacked()
         count = self.purge()
         self.release_withheld()
-        if self.contents.unacked:
-            self.contents.purge_unacked()
-            self.dropping.let_leave()
         self.flows.let_go()
         if self._observer is not None:
             self._observer.deleted(self)

@@ -138,10 +138,10 @@ class WaitingRoom:
             if left <= 0:
                 queue.note_waiting(now)
                 break
-            # While many entries have to leave a queue, `refusal` removes a slice of them. So stop after this message.
-            has_slice = any(each.contents.leaving or each.dropping.is_behind for each in waiting.queues)
-            left -= self.AT_ONCE if has_slice else len(waiting.queues)
             queues = tuple(each for each in waiting.queues if not each.is_deleted)
+            # While many entries have to leave a queue, `refusal` removes a slice of them. So stop after this message.
+            has_slice = any(each.contents.leaving or each.dropping.is_behind for each in queues)
+            left -= self.AT_ONCE if has_slice else len(waiting.queues)
             refused: Refusal | None
             if any(self._head(each) is not waiting for each in queues):
                 refused = Refusal(queue, f"earlier publishes wait for room in queue '{queue.name}'", True)

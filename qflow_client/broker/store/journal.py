@@ -128,8 +128,9 @@ class Journal:
     MAX_BACKLOG = 8 << 20
     #: Maximum body bytes that a queue reads ahead from disk.
     MAX_WINDOW = 1 << 20
-    #: A batch is full at this number of bytes, including the overhead of its messages.
+    #: A batch is full at this number of bytes, including the overhead of its messages, or at this number of moves.
     MAX_BATCH = 16 << 20
+    MAX_MOVES = 10_000
 
     def __init__(self, wall_clock: Callable[[], float], *, has_store: bool = True, limit: int = 0) -> None:
         self._wall_clock = wall_clock
@@ -427,7 +428,7 @@ class Journal:
         return False
 
     def divide(self) -> None:
-        if self._pending >= self.MAX_BATCH:
+        if self._pending >= self.MAX_BATCH or len(self._moves) >= self.MAX_MOVES:
             self._full.append(self._collect())
 
     def take(self) -> Batch:

@@ -123,13 +123,12 @@ class Keeper:
         except AmqpError as error:
             raise StoreError(f"{store.path}: the broker refuses a stored declaration: {error}") from error
         messages = store.messages()
-        recovered = 0
+        recovered, rest = 0, []
         while page := await self._run(lambda: list(islice(messages, self._AT_ONCE))):
-            rest = recovery.recover_messages(page)
-            if rest:
-                await self._run(store.remove_messages, rest)
+            rest += recovery.recover_messages(page)
             host.relieve()
             recovered += len(page)
+        await self._run(store.remove_messages, rest)
         recovery.finish()
         self._journal.damaged = len(store.damaged)
         if store.damaged:

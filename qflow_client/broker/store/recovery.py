@@ -47,7 +47,7 @@ class Recovery:
         """Put messages of a message store into their queues. The messages must be in the order of their numbers.
 
         Return the numbers of the messages that are in no restored queue. Either their queues were deleted, and these
-        messages had not left them when the broker was killed. Or the rows of their queues were damaged.
+        messages had not left them when the broker stopped. Or the rows of their queues were damaged.
         """
         now = self._wall_clock()
         rest = []

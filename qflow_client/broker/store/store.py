@@ -252,7 +252,7 @@ class Store:
         """Remove messages whose queues do not exist. If the row of a queue was damaged, set the messages aside."""
         if any(each.startswith("queue ") for each in self.damaged):
             self.set_aside_messages(numbers, "none of its queues exists")
-        else:
+        elif numbers:
             self.write(Batch(removals=numbers))
 
     def messages(self) -> Iterator[FoundMessage]:

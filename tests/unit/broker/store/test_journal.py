@@ -369,6 +369,21 @@ def test_the_broker_writes_about_16_MiB_to_disk_in_one_batch_by_default():
     assert [len(batch.changes) for batch in batches] == [1, 0, 0]
 
 
+def test_E9_messages_that_leave_one_of_several_queues_are_written_to_disk_in_batches_of_limited_size(
+    world, monkeypatch
+):
+    monkeypatch.setattr(Journal, "MAX_MOVES", 10)
+    client = declared(world, "a", "b")
+    for queue in ("a", "b"):
+        world.host.topology.bind(world.queue(queue), "amq.fanout", "", {})
+    client.publish(exchange="amq.fanout", properties=PERSISTENT, times=25)
+    write(world)
+    for _ in range(25):
+        world.queue("a").take(no_ack=True)
+        world.host.journal.divide()
+    assert [len(batch.moves) for batch in write(world)] == [10, 10, 5]
+
+
 def test_a_message_that_leaves_its_queue_while_its_batch_is_written_is_removed_by_a_later_batch():
     world = small_batches(10)
     client = declared(world, "q", "r")
