@@ -209,7 +209,7 @@ class Broker(InspectableBroker):
         """Remove the first ready message of a queue, and return it.
 
         The result is ``None`` if no message is ready, or if the body of the removed message is damaged on disk. It is
-        also ``None`` while very many messages leave a queue because they have expired or exceed its maximum.
+        also ``None`` while very many messages leave the queue because they have expired or exceed its maximum.
 
         Raises:
             ChannelException: 404 if the queue does not exist.

@@ -84,10 +84,17 @@ class Dropping:
             self._contents.take_out(entry)
             self._contents.left(entry, DropReason.DAMAGED)
 
-    def end(self) -> None:
-        """Release the references to other objects, because the queue is deleted and all its entries have left."""
+    def end(self) -> bool:
+        """Release the references to other objects, because the queue is deleted and all its entries have left.
+
+        Return False if this has to be called again, because `expiry` still refers to many entries.
+        """
+        if self.expiry is not None and self.expiry.shrink(Contents.AT_ONCE):
+            self.wake()
+            return False
         self._died = self.expiry = None
         self.wake = lambda: None
+        return True
 
     def let_leave(self) -> None:
         """Remove the next slice of `Contents.leaving` from the queue. If entries remain, schedule the next call."""

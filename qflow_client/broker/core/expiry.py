@@ -80,6 +80,12 @@ class Expiry(EntryObserver):
             self._old, self._heap = self._heap, []
         self._wake_at(at)
 
+    def shrink(self, most: int) -> bool:
+        """Forget up to `most` entries, because the queue is deleted. Return True if others are left."""
+        for heap in (self._heap, self._old):
+            del heap[-most:]
+        return bool(self._heap or self._old)
+
     def take_due(self, most: int) -> list[QueueEntry]:
         """Return the ready entries that have expired, in the order of their expiry times, and forget them.
 

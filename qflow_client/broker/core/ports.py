@@ -42,6 +42,9 @@ class TopologyJournal(Protocol):
     def queue_gone(self, name: str) -> None:
         """Record that a durable queue was deleted, with its bindings."""
 
+    def messages_leave(self, number: int) -> None:
+        """Record that messages are still leaving the deleted queue with this number."""
+
     def exchange(self, name: str, kind: str, auto_delete: bool, internal: bool, arguments: dict[str, object]) -> None:
         """Record a new durable exchange.
 
@@ -175,7 +178,7 @@ class FlowObserver(Protocol):
         """Record that the queue withholds no confirms any more."""
 
     def deleted(self, queue: QueueView) -> None:
-        """Record that the queue was deleted."""
+        """Record that the queue was deleted, with its messages. No other method is called for this queue any more."""
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
         """Record that a queue, or the controller `reason` if `queue` is empty, blocks a channel."""

@@ -222,8 +222,6 @@ class Queue:
         queue that gets its `Expiry` object does not need `Channel._publish_watched`, because `enqueue` always calls the
         observers, and `tick` drops the expired messages.
         """
-        if self._has_ended:
-            return
         self.may_refuse = self.overflow is not None or self.is_refusing
         self.has_line = self.waiting > 0
         flows = self.flows if self.flows.families or self._observer is not None else None
@@ -429,6 +427,8 @@ class Queue:
         self._note_surplus(False)
         self.contents.purge_unacked()
         count = self.purge()
+        if self.storage is not None:
+            self.storage.queue_deleted()
         self.release_withheld()
         self.flows.let_go()
         if self._observer is not None:
@@ -443,10 +443,9 @@ class Queue:
 
     def _end_deletion(self) -> None:
         """If all entries have left, break the reference cycles, so that the garbage collector is not needed."""
-        if not self.contents.leaving and not self._has_ended:
+        if not self.contents.leaving and not self._has_ended and self.dropping.end():
             self._has_ended = True
             self.contents.observers = ()
-            self.dropping.end()
             self.flows.end()
 
     # Time.
@@ -455,7 +454,8 @@ class Queue:
         """Add `change` to the number of messages that wait for room, and call `tick` at the latest at `until`."""
         self.waiting += change
         self._tick_by(until)
-        self._watch()
+        if not self._has_ended:
+            self._watch()
 
     def touch(self) -> None:
         """Record a use of the queue: a declare, a get or the end of a consumer."""

@@ -139,6 +139,11 @@ class Storage(EntryObserver):
             del self._letters[message]
             self._leave(self._number, message)
 
+    def queue_deleted(self) -> None:
+        """Record that the queue is deleted, if some of its messages are still in the journal."""
+        if self._number and (self._contents.leaving or self._letters):
+            self._journal.topology.messages_leave(self._number)
+
     def hold_missing(self, message: StoredMessage) -> None:
         """If the body of a message is only on disk, keep the message in the journal after it leaves the queue."""
         if message.body is None:

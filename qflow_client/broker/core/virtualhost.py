@@ -6,6 +6,7 @@ Exchanges and bindings are in `topology.py`, routing in `routing.py`, and timers
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import pamqp.commands
 
 from qflow_client.broker.core.deadletter import DeadLetters
-from qflow_client.broker.core.dropping import drops_each
 from qflow_client.broker.core.entries import DropReason, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import Exchange, Target
@@ -322,11 +322,11 @@ class VirtualHost:
             refused = refusal(queues, message.size, has_line=False)
             if refused is not None:
                 raise ChannelException(ReplyCode.RESOURCE_ERROR, refused.reason)
-            drops = drops_each(len(queues))
+            # The caller cannot wait for `Queue.tick`, so all messages beyond the maximum of a queue are dropped now.
             for queue in queues:
-                queue.enqueue(message, drops=drops)
+                queue.enqueue(message, drops=sys.maxsize)
             for queue in queues:
-                queue.after_publish(drops)
+                queue.after_publish(sys.maxsize)
         if self.journal is not None:
             self.journal.divide()
         return len(queues)

@@ -161,6 +161,8 @@ class FlowRecorder:
             self._lift(key)
 
     def deleted(self, queue: QueueView) -> None:
+        if queue not in self._records:
+            return
         self.turned_off(queue)
         record = self._records.pop(queue)
         if self._by_name.get(queue.name) is record:

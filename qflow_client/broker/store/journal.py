@@ -72,12 +72,14 @@ class Found:
         queues: number, name, auto-delete flag and arguments of each queue.
         exchanges: name, type, auto-delete flag, internal flag and arguments of each exchange.
         bindings: source, type of the destination, destination, routing key and arguments of each binding.
+        deleted: numbers of deleted queues whose messages may be in the store.
         last: highest message number in the store; 0 if there are no messages.
     """
 
     queues: list[tuple[int, str, bool, dict[str, Any]]]
     exchanges: list[tuple[str, str, bool, bool, dict[str, Any]]]
     bindings: list[tuple[str, str, str, str, dict[str, Any]]]
+    deleted: set[int]
     last: int
 
 

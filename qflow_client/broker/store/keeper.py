@@ -123,19 +123,19 @@ class Keeper:
         except AmqpError as error:
             raise StoreError(f"{store.path}: the broker refuses a stored declaration: {error}") from error
         messages = store.messages()
-        recovered, rest = 0, []
         while page := await self._run(lambda: list(islice(messages, self._AT_ONCE))):
-            rest += recovery.recover_messages(page)
+            recovery.recover_messages(page)
             host.relieve()
-            recovered += len(page)
-        await self._run(store.remove_messages, rest)
+        await self._run(store.set_aside_messages, recovery.lost, "none of its queues exists")
+        await self._run(store.end_deletions, recovery.leftovers)
         recovery.finish()
         self._journal.damaged = len(store.damaged)
         if store.damaged:
             told = "; ".join(store.damaged[: self.NAMED])
             _log.error("%s: %d rows are damaged and were set aside: %s", store.path, len(store.damaged), told)
-        if recovered or found.queues:
-            _log.info("%s: recovered %d durable queues and %d messages", store.path, len(found.queues), recovered)
+        queues, restored = len(found.queues), recovery.restored
+        if restored or queues:
+            _log.info("%s: recovered %d durable queues and %d messages", store.path, queues, restored)
 
     async def watch(self) -> None:
         """If `disk_free_limit` is not 0, check the free disk space now, and then every `LOOK` seconds."""

@@ -21,11 +21,19 @@ class Recovery:
         self._wall_clock = wall_clock
         # The restored queues. The keys are the numbers of the queues in the store.
         self._queues: dict[int, Queue] = {}
-        # The highest queue number in the store.
-        self.last_queue = 0
+        # Numbers of the deleted queues, and the highest number of any queue in the store.
+        self._deleted: set[int] = set()
+        self._last_queue = 0
+        #: Number of messages that are in a restored queue.
+        self.restored = 0
+        #: Numbers of messages whose queues are deleted.
+        self.leftovers: list[int] = []
+        #: Numbers of messages whose queues are neither restored nor deleted: the rows of their queues were damaged.
+        self.lost: list[int] = []
 
     def recover_topology(self, found: Found) -> None:
         host = self._host
+        self._deleted = found.deleted
         host.topology.is_recovering = True
         try:
             for name, kind, auto_delete, internal, arguments in found.exchanges:
@@ -36,35 +44,30 @@ class Recovery:
                 self._queues[number] = host.declare_queue(
                     name, durable=True, auto_delete=auto_delete, arguments=arguments, number=number
                 )
-                self.last_queue = max(number, self.last_queue)
+                self._last_queue = max(number, self._last_queue)
             for source, kind, name, routing_key, arguments in found.bindings:
                 destination = host.queue(name) if kind == "queue" else host.router.exchange(name)
                 host.topology.bind(destination, source, routing_key, arguments)
         finally:
             host.topology.is_recovering = False
 
-    def recover_messages(self, messages: Iterable[FoundMessage]) -> list[int]:
-        """Put messages of a message store into their queues. The messages must be in the order of their numbers.
-
-        Return the numbers of the messages that are in no restored queue. Either their queues were deleted, and these
-        messages had not left them when the broker stopped. Or the rows of their queues were damaged.
-        """
+    def recover_messages(self, messages: Iterable[FoundMessage]) -> None:
+        """Put messages of a message store into their queues. The messages must be in the order of their numbers."""
         now = self._wall_clock()
-        rest = []
         for each in messages:
-            self.last_queue = max((self.last_queue, *each.queues))
+            self._last_queue = max((self._last_queue, *each.queues))
             queues = [number for number in each.queues if number in self._queues]
             if not queues:
-                rest.append(each.number)
+                (self.leftovers if self._deleted.issuperset(each.queues) else self.lost).append(each.number)
                 continue
+            self.restored += 1
             message = StoredMessage(Address(each.exchange, each.routing_key), each.header, each.body)
             self._journal.recovered(message, each.number, queues)
             for number in queues:
                 self._queues[number].recover(message, max(0.0, now - each.at))
-        return rest
 
     def finish(self) -> None:
         """Drop the restored messages that have expired or exceed a queue's maximum."""
-        self._journal.topology.go_on_from(self.last_queue)
+        self._journal.topology.go_on_from(max((self._last_queue, *self._deleted)))
         for queue in self._queues.values():
             queue.after_publish()

@@ -67,6 +67,11 @@ _TABLES = (
         header BLOB NOT NULL,
         body BLOB NOT NULL
     )""",
+    # Numbers of deleted queues that were not empty yet when they were deleted, until the next start of a broker.
+    """CREATE TABLE deleted (
+        number INTEGER PRIMARY KEY,
+        checksum INTEGER NOT NULL
+    )""",
     # Damaged rows of all tables. `name` is the table and row number, `why` the error, and `content` the row as text.
     """CREATE TABLE damaged (
         number INTEGER PRIMARY KEY,
@@ -79,6 +84,7 @@ _TABLES = (
 _CHANGES: Mapping[str, tuple[str, ...]] = {
     "queue": ("INSERT INTO queue VALUES (?, ?, ?, ?, ?)",),
     "no_queue": ("DELETE FROM queue WHERE name = ?", "DELETE FROM binding WHERE kind = 'queue' AND destination = ?"),
+    "deleted": ("INSERT INTO deleted VALUES (?, ?)",),
     "exchange": ("INSERT INTO exchange VALUES (?, ?, ?, ?, ?, ?)",),
     "no_exchange": (
         "DELETE FROM exchange WHERE name = ?",
@@ -102,6 +108,7 @@ _BODIES = """SELECT number, at, checksum, names, header, body FROM message
     WHERE number IN (SELECT value FROM json_each(?))"""
 # Read texts as bytes, because sqlite3 fails for a whole page of rows if one text is not UTF-8.
 _QUEUES = "SELECT rowid, number, CAST(name AS BLOB), auto_delete, arguments, checksum FROM queue ORDER BY number"
+_DELETED = "SELECT rowid, number, checksum FROM deleted"
 _EXCHANGES = """SELECT rowid, CAST(name AS BLOB), CAST(type AS BLOB), auto_delete, internal, arguments, checksum
     FROM exchange ORDER BY rowid"""
 _BINDINGS = """SELECT rowid, CAST(source AS BLOB), CAST(kind AS BLOB), CAST(destination AS BLOB),
@@ -162,6 +169,7 @@ class Store:
                 found = self._file.one("PRAGMA quick_check(1)")
                 if found != "ok":
                     raise StoreError(f"{self.path} is damaged: {found}; {_WAY_OUT}")
+                self._check_tables()
                 # Delete messages that are in no durable queue. An earlier run wrote them, for example to free memory.
                 self._file.execute("DELETE FROM message WHERE queues = '[]'")
                 rows = self._file.rows("SELECT name, why FROM damaged ORDER BY number")
@@ -171,6 +179,17 @@ class Store:
                 self._file.close()
             self._lock.release()
             raise
+
+    def _check_tables(self) -> None:
+        there = [sql for (sql,) in self._file.rows("SELECT CAST(sql AS BLOB) FROM sqlite_master")]
+        for table in _TABLES:
+            if table.encode() in there:
+                continue
+            if " deleted (" in table:
+                # Earlier commits did not have this table.
+                self._file.execute(table)
+            else:
+                raise StoreError(f"{self.path} is damaged: the definition of a table has changed; {_WAY_OUT}")
 
     def write(self, batch: Batch) -> None:
         """Write all changes of a batch, or none."""
@@ -216,7 +235,8 @@ class Store:
                     self._set_aside("binding", row, f"the store does not have its {' or its '.join(missing)}")
                 else:
                     bindings.append((source, kind, destination, key, decode_table(arguments, 0)[0]))
-            return Found(queues, exchanges, bindings, self._file.one("SELECT max(number) FROM message") or 0)
+            deleted = {number for _, (number,) in self._sound("deleted", _DELETED)}
+            return Found(queues, exchanges, bindings, deleted, self._file.one("SELECT max(number) FROM message") or 0)
 
     def _sound(self, table: str, statement: str) -> Iterator[tuple[int, list[Any]]]:
         """Yield the number and the values of each undamaged row in a table. Set damaged rows aside."""
@@ -248,12 +268,11 @@ class Store:
         for number in numbers:
             self._set_aside("message", number, why)
 
-    def remove_messages(self, numbers: list[int]) -> None:
-        """Remove messages whose queues do not exist. If the row of a queue was damaged, set the messages aside."""
-        if any(each.startswith("queue ") for each in self.damaged):
-            self.set_aside_messages(numbers, "none of its queues exists")
-        elif numbers:
-            self.write(Batch(removals=numbers))
+    def end_deletions(self, numbers: Sequence[int]) -> None:
+        """Remove the messages of deleted queues, and forget these queues."""
+        with self._file.transaction():
+            self._file.execute(_REMOVE, json.dumps(numbers))
+            self._file.execute("DELETE FROM deleted")
 
     def messages(self) -> Iterator[FoundMessage]:
         """Yield the undamaged messages in the order of their numbers. Set damaged messages aside."""

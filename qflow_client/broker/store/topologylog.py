@@ -15,7 +15,8 @@ class Change(NamedTuple):
     """A change of a durable queue, exchange or binding.
 
     Attributes:
-        kind: ``queue``, ``exchange`` or ``binding``; for a deletion, ``no_queue``, ``no_exchange`` or ``no_binding``.
+        kind: ``queue``, ``exchange`` or ``binding``; for a deletion, ``no_queue``, ``no_exchange`` or ``no_binding``;
+            ``deleted`` if messages are still leaving a deleted queue.
         values: the row to insert, without its checksum. For a deletion, the values that identify the row to delete.
     """
 
@@ -46,6 +47,9 @@ class TopologyLog:
 
     def queue_gone(self, name: str) -> None:
         self.changes.append(Change("no_queue", (name,)))
+
+    def messages_leave(self, number: int) -> None:
+        self.changes.append(Change("deleted", (number,)))
 
     def exchange(self, name: str, kind: str, auto_delete: bool, internal: bool, arguments: dict[str, object]) -> None:
         table = self._table(f"exchange '{name}'", arguments)

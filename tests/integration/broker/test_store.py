@@ -31,6 +31,7 @@ from qflow_client.broker.store import keeper
 from qflow_client.broker.store.journal import Batch, Put
 from qflow_client.broker.store.keeper import Keeper
 from qflow_client.broker.store.store import BodyReader, Store
+from qflow_client.broker.store.topologylog import Change
 from tests.effort import rounds
 from tests.integration.forked import Forked
 
@@ -124,7 +125,7 @@ def test_a_broker_that_is_killed_while_it_empties_a_deleted_queue_removes_the_ot
 ):
     with closing(Store(tmp_path / "store")) as store:
         puts = [Put(number, [7], 0.0, b"\0\0", encode_header(0, None), b"") for number in range(1, 2001)]
-        store.write(Batch(puts=puts))
+        store.write(Batch([Change("deleted", (7,))], puts))
     with Broker(store=tmp_path / "store") as broker:
         assert broker.queues() == ()
     assert caplog.text == ""

@@ -447,8 +447,8 @@ def test_a_deleted_queue_is_freed_without_the_garbage_collector(arguments, depth
         queue = fill(make_queue(arguments), [1] * depth, Publisher())
         queue.delete()
         list(queue.dispatcher.cancel_all_in_steps())
-        while queue.contents.leaving:
-            queue.tick(0.0)
+        while queue._tick_at <= queue._clock():
+            queue.tick(queue._clock())
         # Timers that were set before still fire.
         queue.tick(float("inf"))
         del queue

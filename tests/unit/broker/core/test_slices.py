@@ -747,16 +747,6 @@ def test_E9_the_admission_of_waiting_messages_drops_a_limited_number_of_expired_
     assert max(after - before for before, after in pairwise(found)) <= 3 * Contents.AT_ONCE
 
 
-def test_E9_a_message_of_the_embedding_program_drops_very_many_others_in_slices(world):
-    world.host.declare_queue("q", arguments={"x-qflow-policy": "ring", "qpid.max_size": MANY})
-    for _ in range(MANY):
-        world.host.publish("", "q", b"x")
-    world.host.publish("", "q", b"x" * MANY)
-    assert (world.queue().depth, world.queue().take(no_ack=True)) == (MANY - Contents.AT_ONCE + 1, None)
-    assert ticks(world, lambda: world.queue().depth)[-1] == 1
-    assert world.queue().take(no_ack=True).message.size == MANY
-
-
 @pytest.mark.usefixtures("two_steps")
 def test_E9_waiting_messages_of_a_closed_channel_are_discarded_in_slices_without_a_gap(world):
     client = world.client().channel(confirms=True)

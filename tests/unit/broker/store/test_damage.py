@@ -55,11 +55,27 @@ def found(path: Path) -> tuple[World, dict[int, bytes], list[str]]:
         recovery = Recovery(world.host, journal, world.wall_clock)
         recovery.recover_topology(store.topology())
         messages = list(store.messages())
-        store.remove_messages(recovery.recover_messages(messages))
+        recovery.recover_messages(messages)
+        store.set_aside_messages(recovery.lost, "its queues are not there")
+        store.end_deletions(recovery.leftovers)
         recovery.finish()
         return world, {each.number: each.body for each in messages}, store.damaged
     finally:
         store.close()
+
+
+def test_E10_messages_of_a_queue_whose_row_is_lost_are_reported_and_those_of_a_deleted_queue_are_removed(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "store"
+    store = Store(path, synchronous="normal")
+    puts = [Put(number, queues, 0.0, NAMES, HEADER, b"") for number, queues in ((1, [7]), (2, [7, 8]), (3, [8]))]
+    store.write(Batch([Change("deleted", (7,))], puts))
+    store.close()
+    world, _, damaged = found(path)
+    assert damaged == [f"message {number}: its queues are not there" for number in (2, 3)]
+    assert world.host.declare_queue("q", durable=True).number == 9
+    assert found(path)[1] == {}
 
 
 def check(path: Path, messages: int = 40) -> None:
@@ -146,7 +162,12 @@ def test_a_store_whose_sql_schema_is_damaged_raises_an_error_that_says_to_restor
     filled(path)
     content = path.read_bytes()
     at = content.index(b"CREATE TABLE message")
-    for bad in (b"CREATE TABLE me\xd5sage", b"CREATE TABL\xd5 message", b"CREATE TABLE missage"):
+    for bad in (
+        b"CREATE TABLE me\xd5sage",
+        b"CREATE TABL\xd5 message",
+        b"CREATE TABLE missage",
+        b"CREATE TABLE message (\n        number INTEGEP",
+    ):
         path.write_bytes(content[:at] + bad + content[at + len(bad) :])
         with pytest.raises(StoreError, match="restore"):
             found(path)
@@ -156,6 +177,17 @@ def test_a_store_whose_sql_schema_is_damaged_raises_an_error_that_says_to_restor
     path.write_bytes(content[:column] + b"c\xd5" + content[column + 2 :])
     with pytest.raises(StoreError, match="restore"):
         found(path)
+
+
+def test_a_store_of_an_earlier_commit_gets_the_table_of_deleted_queues(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    filled(path)
+    with sqlite3.connect(path) as file:
+        file.execute("DROP TABLE deleted")
+    file.close()
+    for _ in range(2):
+        world, bodies, damaged = found(path)
+        assert (sorted(world.host.queues), len(bodies), damaged) == (["q", "r"], 40, [])
 
 
 @pytest.mark.parametrize("size", [1, 20, 100, 511, 512, 4095, 4096, 5000, 8192, 20_000])

@@ -296,7 +296,9 @@ class Stored:
         world.host.journal.go_on_from(found.last)
         recovery = Recovery(world.host, world.host.journal, world.wall_clock)
         recovery.recover_topology(found)
-        self.store.remove_messages(recovery.recover_messages(self.store.messages()))
+        recovery.recover_messages(self.store.messages())
+        assert recovery.lost == []
+        self.store.end_deletions(recovery.leftovers)
         recovery.finish()
         self.world = world
         return world
