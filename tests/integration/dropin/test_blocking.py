@@ -22,7 +22,7 @@ from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, logged, start, takes
 from tests.interrupting import EVERY, each_interrupt
 
-from .tools import held, pump, start_waiting, stop, wait_at_most
+from .tools import held, pump, start_waiting, stop, waiting_at_most
 
 # The code that runs after a message is admitted and before it is in pika's buffer.
 _WRITING = ("pika/flow.py", "core/protocol.py", "core/writing.py", "core/unconfirmed.py", "amqp/outbound.py")
@@ -58,9 +58,9 @@ def test_J7_a_stop_that_arrives_after_the_channel_or_connection_was_closed_is_no
 
 
 def test_A4_a_publish_on_a_stopped_channel_raises_at_its_deadline_and_never_sends_the_message(broker, connect):
-    channel = connect(max_producer_flow_control_wait=0.3).channel()
+    channel = connect().channel()
     stop(channel, broker)
-    with takes(0.3), pytest.raises(FlowControlTimeout, match="channel_flow") as caught:
+    with waiting_at_most(channel, 0.3), takes(0.3), pytest.raises(FlowControlTimeout, match="channel_flow") as caught:
         channel.basic_publish("", "q", b"never")
     assert (caught.value.message, caught.value.exchange, caught.value.routing_key) == (b"never", "", "q")
     assert [hold.kind for hold in caught.value.holds] == [HoldKind.CHANNEL_FLOW]
@@ -90,14 +90,14 @@ def test_a_stop_of_one_channel_does_not_hold_other_channels_of_the_connection(br
 
 
 def test_connection_blocked_holds_all_channels_until_connection_unblocked(broker, connect):
-    connection = connect(max_producer_flow_control_wait=0.2)
+    connection = connect()
     one, two = connection.channel(), connection.channel()
     broker.block("no memory")
     held(one, HoldKind.CONNECTION_BLOCKED)
     # A channel that is opened now is also held. It can be opened, because our broker still reads.
     three = connection.channel()
     for channel in one, two, three:
-        with pytest.raises(FlowControlTimeout, match="no memory"):
+        with waiting_at_most(channel, 0.2), pytest.raises(FlowControlTimeout, match="no memory"):
             channel.basic_publish("", "q", b"")
     broker.unblock()
     for channel in one, two, three:
@@ -108,12 +108,12 @@ def test_connection_blocked_holds_all_channels_until_connection_unblocked(broker
 
 @pytest.mark.slow
 def test_heartbeats_continue_while_a_publish_waits(broker, connect, wire):
-    connection = connect(heartbeat=1, max_producer_flow_control_wait=PATIENCE)
+    # A broker that receives nothing for two intervals ends the connection.
+    connection = connect(heartbeat=2, max_producer_flow_control_wait=PATIENCE)
     channel = connection.channel()
     stop(channel, broker)
-    job = start(channel.basic_publish, "", "q", b"")
-    # A broker that receives nothing for two intervals ends the connection.
-    wire.wait_for("in", "Heartbeat", 2)
+    job = start_waiting(channel)
+    wire.wait_for("in", "Heartbeat", wire.count("in", "Heartbeat") + 1)
     assert job.is_alive()
     broker.flow(True)
     job.result()
@@ -122,13 +122,12 @@ def test_heartbeats_continue_while_a_publish_waits(broker, connect, wire):
 
 
 def test_a_missing_confirm_raises_ConfirmTimeout_and_not_FlowControlTimeout(broker, connect):
-    channel = connect(max_producer_flow_control_wait=0.3).channel()
+    channel = connect().channel()
     channel.confirm_delivery()
     broker.withhold_confirms()
-    with takes(0.3), pytest.raises(ConfirmTimeout, match="no answer from the broker"):
+    with waiting_at_most(channel, 0.3), takes(0.3), pytest.raises(ConfirmTimeout, match="no answer from the broker"):
         channel.basic_publish("", "q", b"unknown")
     assert [each.body for each in channel.unconfirmed] == [b"unknown"]
-    wait_at_most(channel, PATIENCE)
     broker.release_confirms()
     # The late confirm must not be assigned to this message.
     channel.basic_publish("", "q", b"known")
@@ -137,10 +136,10 @@ def test_a_missing_confirm_raises_ConfirmTimeout_and_not_FlowControlTimeout(brok
 
 
 def test_wait_for_confirms_also_waits_for_messages_whose_publish_has_timed_out(broker, connect):
-    channel = connect(max_producer_flow_control_wait=0.2).channel()
+    channel = connect().channel()
     channel.confirm_delivery()
     broker.withhold_confirms()
-    with pytest.raises(ConfirmTimeout):
+    with waiting_at_most(channel, 0.2), pytest.raises(ConfirmTimeout):
         channel.basic_publish("", "q", b"one")
     with pytest.raises(ConfirmTimeout, match="1 messages are not confirmed"):
         channel.wait_for_confirms(0.1)
@@ -149,13 +148,12 @@ def test_wait_for_confirms_also_waits_for_messages_whose_publish_has_timed_out(b
 
 
 def test_a_late_return_is_not_attributed_to_the_next_message(broker, connect, proxy):
-    connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.3)
+    connection = connect(proxy.url(broker))
     channel = connection.channel()
     channel.confirm_delivery()
     proxy.stop_reading()
-    with pytest.raises(ConfirmTimeout):
+    with waiting_at_most(channel, 0.3), pytest.raises(ConfirmTimeout):
         channel.basic_publish("", "nowhere", b"returned late", mandatory=True)
-    wait_at_most(channel, PATIENCE)
     proxy.go_on_reading()
     pump(connection, lambda: channel.unconfirmed == ())
     channel.basic_publish("", "q", b"arrives", mandatory=True)
@@ -173,14 +171,14 @@ def test_a_message_is_sent_once_when_the_socket_has_just_become_writable(broker,
 
 
 def test_J8_while_the_socket_accepts_no_bytes_messages_are_not_buffered_and_time_out_unsent(broker, connect, proxy):
-    channel = connect(proxy.url(broker), max_producer_flow_control_wait=0.5).channel()
+    channel = connect(proxy.url(broker)).channel()
     proxy.stop_reading()
     sent, begun = 0, 0
     error: Exception | None = None
     watch = Stopwatch()
     while not isinstance(error, FlowControlTimeout):
         watch = Stopwatch()
-        with watch:
+        with waiting_at_most(channel, 0.5), watch:
             error = _publish(channel, b"%06d" % (sent + begun) + bytes(100_000))
         sent += error is None
         # A part of this message was written.
@@ -189,7 +187,6 @@ def test_J8_while_the_socket_accepts_no_bytes_messages_are_not_buffered_and_time
     assert [hold.kind for hold in error.holds] == [HoldKind.TRANSPORT]
     proxy.go_on_reading()
     assert channel.wait_unflowed(PATIENCE)
-    wait_at_most(channel, PATIENCE)
     channel.basic_publish("", "q", b"last")
     broker.wait_until(lambda broker: bodies(broker)[-1:] == [b"last"])
     # Only the sent messages and the half-written message have arrived, in order.
@@ -241,12 +238,12 @@ def test_acks_are_sent_and_callbacks_do_not_nest_while_a_publish_waits(broker, c
 
 
 def test_flow_callbacks_are_called_in_order_and_only_in_process_data_events(broker, connect):
-    connection = connect(max_producer_flow_control_wait=0.2)
+    connection = connect()
     channel = connection.channel()
     events: list[Any] = []
     channel.add_on_flow_callback(events.append)
     broker.flow(False, broker.channels()[0].name)
-    with pytest.raises(FlowControlTimeout):
+    with waiting_at_most(channel, 0.2), pytest.raises(FlowControlTimeout):
         eventually(lambda: channel.basic_publish("", "q", b""))
     assert events == []
     broker.flow(True)
@@ -258,19 +255,19 @@ def test_flow_callbacks_are_called_in_order_and_only_in_process_data_events(brok
 
 
 def test_process_data_events_reports_the_end_of_a_transport_hold(broker, connect, proxy):
-    connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.2)
+    connection = connect(proxy.url(broker))
     channel = connection.channel()
     events: list[Any] = []
     channel.add_on_flow_callback(events.append)
     proxy.stop_reading()
-    while not isinstance(_publish(channel, bytes(1_000_000)), FlowControlTimeout):
-        pass
+    with waiting_at_most(channel, 0.2):
+        while not isinstance(_publish(channel, bytes(1_000_000)), FlowControlTimeout):
+            pass
     connection.process_data_events()
     assert events[-1].kind is FlowEventKind.FLOWED
     proxy.go_on_reading()
     # The test calls nothing else that could report the end.
     pump(connection, lambda: events[-1].kind is FlowEventKind.UNFLOWED)
-    wait_at_most(channel, PATIENCE)
     channel.basic_publish("", "q", b"")
 
 
@@ -327,10 +324,8 @@ def test_flow_control_and_pipelined_confirms_work_over_tls(certificate, make_bro
         for number in range(300):
             channel.basic_publish("", "q", b"%d" % number + bytes(number * 100))
         stop(channel, broker)
-        wait_at_most(channel, 0.3)
-        with pytest.raises(FlowControlTimeout):
+        with waiting_at_most(channel, 0.3), pytest.raises(FlowControlTimeout):
             channel.basic_publish("", "q", b"")
-        wait_at_most(channel, PATIENCE)
         broker.flow(True)
         assert channel.wait_unflowed(PATIENCE)
         channel.confirm_delivery(pipelined=True)

@@ -11,7 +11,7 @@ import qflow_client.pika as pika
 from qflow_client import FlowControlTimeout
 from tests.integration.producer.tools import PATIENCE, bodies, eventually, start
 
-from .tools import pump
+from .tools import pump, waiting_at_most
 
 # Both programs are stopped soon, and each stays stopped until the other has consumed enough messages.
 ARGUMENTS = {"qpid.flow_stop_count": 5, "qpid.flow_resume_count": 2}
@@ -64,7 +64,7 @@ def test_D11_two_programs_that_feed_each_other_continue_because_a_waiting_publis
 @pytest.mark.usefixtures("queues")
 def test_D11_acks_are_sent_while_a_publish_waits(broker, connect):
     # The feeder continues because the taker acks, although the taker's own publish waits all the time.
-    feeder, taker = connect(max_producer_flow_control_wait=PATIENCE), connect(max_producer_flow_control_wait=0.1)
+    feeder, taker = connect(), connect()
     broker.declare_queue("stopped", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     feeds, takes = feeder.channel(), taker.channel()
     for _ in range(6):
@@ -77,7 +77,7 @@ def test_D11_acks_are_sent_while_a_publish_waits(broker, connect):
 
     def consume(channel: Any, method: Any, _properties: Any, _body: bytes) -> None:
         channel.basic_ack(method.delivery_tag)
-        with pytest.raises(FlowControlTimeout) as caught:
+        with waiting_at_most(channel, 0.1), pytest.raises(FlowControlTimeout) as caught:
             channel.basic_publish("", "stopped", b"")
         timeouts.append(caught.value)
 
@@ -120,7 +120,7 @@ def test_D11_a_deadline_ends_a_mutual_wait_of_two_programs(broker):
 
 
 def test_D11_a_deadline_ends_a_wait_for_a_broker_that_does_not_read(broker, connect, proxy):
-    connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.3)
+    connection = connect(proxy.url(broker))
     channel = connection.channel()
     broker.declare_queue("in")
     broker.publish(b"", routing_key="in")
@@ -131,7 +131,7 @@ def test_D11_a_deadline_ends_a_wait_for_a_broker_that_does_not_read(broker, conn
     def consume(channel: Any, method: Any, _properties: Any, _body: bytes) -> None:
         channel.basic_ack(method.delivery_tag)
         eventually(lambda: channel.flow_state.flowed)
-        with pytest.raises(FlowControlTimeout, match="no memory") as caught:
+        with waiting_at_most(channel, 0.3), pytest.raises(FlowControlTimeout, match="no memory") as caught:
             channel.basic_publish("", "q", b"")
         raised.append(caught.value)
 
@@ -162,13 +162,12 @@ def test_D11_deadlines_end_a_mutual_wait_if_the_broker_reads_from_neither_progra
                 in_hand.wait(PATIENCE)
                 assert is_stopped.wait(PATIENCE)
                 eventually(lambda: channel.flow_state.flowed)
-                with pytest.raises(FlowControlTimeout, match="no memory"):
+                with waiting_at_most(channel, 0.3), pytest.raises(FlowControlTimeout, match="no memory"):
                     channel.basic_publish("", feeds, b"never")
                 raised.append(takes)
             channel.basic_ack(method.delivery_tag)
 
-        url = f"{proxy.url(broker)}?max_producer_flow_control_wait=0.3"
-        with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+        with pika.BlockingConnection(pika.URLParameters(proxy.url(broker))) as connection:
             channel = connection.channel()
             channel.basic_consume(takes, pass_on)
             pump(connection, lambda: taken)

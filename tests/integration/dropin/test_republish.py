@@ -145,7 +145,7 @@ def test_unconfirmed_messages_are_resent_only_when_the_next_channel_is_not_stopp
 ) -> None:
     first = lost(broker, pipelined(connect), 0)
     events: list[Any] = []
-    second = connect(max_producer_flow_control_wait=0.1).channel()
+    second = connect().channel()
     second.add_on_flow_callback(events.append)
     if reason == "paused":
         flow_manager.stop_all("a test")

@@ -183,7 +183,7 @@ def test_E2_flow_callbacks_and_on_publish_callbacks_may_publish(broker, connect)
 
 
 def test_E2_a_publish_in_a_consumer_callback_raises_before_pika_closes_the_connection(broker, connect):
-    connection = connect(more={"work_queue_maxsize": 2, "work_queue_put_timeout": 2.0})
+    connection = connect(more={"work_queue_maxsize": 2, "work_queue_put_timeout": 6.0})
     consuming, publishing = connection.channel(), connection.channel()
     consuming.queue_declare("in")
     stop(broker, publishing)
@@ -197,11 +197,11 @@ def test_E2_a_publish_in_a_consumer_callback_raises_before_pika_closes_the_conne
 
     consuming.basic_consume("in", on_message, auto_ack=True)
     other = connect().channel()
-    for number in range(6):
+    for number in range(4):
         other.basic_publish("", "in", b"%d" % number)
     eventually(lambda: errors)
     broker.flow(True)
-    eventually(lambda: len(errors) + broker.queue("q").depth == 6)
+    eventually(lambda: len(errors) + broker.queue("q").depth == 4)
     assert connection.is_open
 
 

@@ -11,12 +11,11 @@ import qflow_client.pika as drop_in
 from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
 from tests.integration.producer.tools import PATIENCE, bodies, takes
 
-from .tools import held, stop
+from .tools import held, stop, waiting_at_most
 
 
 @pytest.fixture
-def connection(broker: Any, monkeypatch: pytest.MonkeyPatch, stack: Any) -> original.BlockingConnection:
-    monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", "0.3")
+def connection(broker: Any, stack: Any) -> original.BlockingConnection:
     connection = original.BlockingConnection(original.URLParameters(broker.url))
     stack.callback(lambda: connection.close() if connection.is_open else None)
     return connection
@@ -30,7 +29,7 @@ def test_wrap_returns_the_same_channel_object_with_flow_control(broker, connecti
     assert drop_in.wrap(channel) is channel
     stop(channel, broker)
     wire.wait_for("in", "Channel.FlowOk")
-    with takes(0.3), pytest.raises(FlowControlTimeout):
+    with waiting_at_most(channel, 0.3), takes(0.3), pytest.raises(FlowControlTimeout):
         channel.basic_publish("", "q", b"never")
     broker.flow(True)
     assert channel.wait_unflowed(PATIENCE)
@@ -62,15 +61,14 @@ def fill(channel: drop_in.BlockingChannel) -> None:
         channel.basic_publish("", "q", bytes(1_000_000))
 
 
-def test_while_the_socket_accepts_no_bytes_a_publish_on_a_wrapped_channel_times_out(broker, proxy, monkeypatch, stack):
-    monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", "0.3")
+def test_while_the_socket_accepts_no_bytes_a_publish_on_a_wrapped_channel_times_out(broker, proxy, stack):
     connection = original.BlockingConnection(original.URLParameters(proxy.url(broker)))
     stack.callback(connection.close)
     channel = drop_in.wrap(connection.channel())
     proxy.stop_reading()
-    with pytest.raises(ConfirmTimeout, match="bytes of the message are written"):
+    with waiting_at_most(channel, 0.3), pytest.raises(ConfirmTimeout, match="bytes of the message are written"):
         fill(channel)
-    with takes(0.3), pytest.raises(FlowControlTimeout):
+    with waiting_at_most(channel, 0.3), takes(0.3), pytest.raises(FlowControlTimeout):
         channel.basic_publish("", "q", b"")
     proxy.go_on_reading()
     channel.wait_unflowed(PATIENCE)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -35,6 +36,15 @@ def held(channel: Any, *kinds: str) -> None:
 def wait_at_most(channel: Any, seconds: float) -> None:
     """Set the maximum wait of later calls of a channel. Tests connect with a long wait for calls that must succeed."""
     channel._flow.settings = channel._flow.settings.replace(max_producer_flow_control_wait=seconds)
+
+
+@contextmanager
+def waiting_at_most(channel: Any, seconds: float) -> Iterator[None]:
+    """Set the maximum wait of a channel's calls in the block. Other calls must succeed, and keep their long wait."""
+    before = channel._flow.settings
+    wait_at_most(channel, seconds)
+    yield
+    channel._flow.settings = before
 
 
 def start_waiting(channel: Any, body: bytes = b"") -> Job:
