@@ -17,6 +17,7 @@ from tests.integration.producer.conftest import make_broker as make_broker
 from tests.integration.producer.conftest import proxy as proxy
 from tests.integration.producer.conftest import stack as stack
 from tests.integration.producer.conftest import wire as wire
+from tests.integration.producer.tools import PATIENCE
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,7 +45,7 @@ def connect(broker: Broker, stack: ExitStack) -> Callable[..., Connection]:
     def connect(url: str | None = None, **options: Any) -> Connection:
         parameters = {name: options.pop(name) for name in ("ssl", "heartbeat") if name in options}
         address = (url or broker.url).replace("amqp", "qflow")
-        connection = Connection(address, transport_options=options, **parameters)
+        connection = Connection(address, connect_timeout=PATIENCE, transport_options=options, **parameters)
         stack.callback(connection.release)
         return connection.connect() and connection
 

@@ -53,6 +53,8 @@ def test_a_celery_worker_that_gets_SIGTERM_during_an_alarm_ends_in_time_and_lose
     with Broker() as broker:
         url = broker.url.replace("amqp://", "qflow://")
         with application(url, tmp_path, f"file://{results}", *options) as of:
+            # Only the worker has the short wait.
+            monkeypatch.delenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT")
             of.task("note").delay(100_000)
             eventually(lambda: noted.exists() and len(noted.read_text().splitlines()) > 100)
             broker.block("no memory")

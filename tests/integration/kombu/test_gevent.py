@@ -30,23 +30,21 @@ class Greenlets:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.kombu.greenlets", url.replace("amqp", "qflow")],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT": "2"},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT": "0.5"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
 
-    def publish_when(self, state: str) -> tuple[list[str], float, int]:
-        """Publish when all channels are ``stopped`` or ``going``.
-
-        Returns:
-            The outcomes of the messages, the duration in seconds, and how often another greenlet ran meanwhile.
-        """
+    def publish(self, line: str) -> Any:
+        """Write a line to the program, and return the program's answer."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{state}\n".encode())
+        self.process.stdin.write(f"{line}\n".encode())
         self.process.stdin.flush()
-        outcomes, took, turns = json.loads(self.process.stdout.readline())
-        return outcomes, took, turns
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
 
 
 @pytest.fixture
@@ -63,15 +61,15 @@ def greenlets(broker: Broker) -> Iterator[Greenlets]:
 def test_J7_greenlets_that_wait_to_publish_let_other_greenlets_run_and_raise_at_their_deadline(
     broker: Broker, greenlets: Greenlets, how: str
 ) -> None:
-    assert greenlets.publish_when("going")[0] == ["sent"] * 5
+    assert greenlets.publish("going")[0] == ["sent"] * 5
     stop(broker, how)
-    outcomes, took, turns = greenlets.publish_when("stopped")
+    outcomes, took = greenlets.publish("stopped")
     assert outcomes == ["FlowControlTimeout"] * 5
-    # The greenlets waited at the same time, and another greenlet could run.
-    assert took >= 2
-    assert turns >= 10
+    assert took >= 0.5
+    # The main greenlet runs while the other greenlets wait.
+    assert greenlets.publish("waiting") == "waiting"
     go_on(broker, how)
-    assert greenlets.publish_when("going")[0] == ["sent"] * 5
+    assert greenlets.answer()[0] == ["sent"] * 5
     broker.wait_until(lambda broker: broker.queue("q").depth == 10)
 
 
