@@ -197,7 +197,7 @@ def forked_while_disconnected(url: str, own_url: str, count: str) -> None:
     logging.disable()
 
     async def main() -> None:
-        settings: Any = {"connect_timeout": 5.0, "reconnect_delay": 0.05, "reconnect_delay_max": 0.1}
+        settings: Any = {"reconnect_delay": 0.05, "reconnect_delay_max": 0.1}
         async with AsyncProducer(url, routing_key="q", **settings) as producer:
             receipt = await producer.send(b"unsettled")
             _say("sent")

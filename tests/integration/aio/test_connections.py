@@ -331,7 +331,7 @@ async def test_creating_a_connection_to_an_unreachable_broker_raises_an_error(
 
 async def test_connection_parameters_are_passed_to_aio_pika(broker: Broker, wire: Wire) -> None:
     context = ssl.create_default_context()
-    async with await connect_async(broker.url, heartbeat=1, ssl_context=context) as connection:
+    async with await connect_async(broker.url, heartbeat=3, ssl_context=context) as connection:
         assert connection.transport is not None
-        assert connection.transport.connection.heartbeat_timeout == 1  # type: ignore[attr-defined]  # aiormq's
+        assert connection.transport.connection.heartbeat_timeout == 3  # type: ignore[attr-defined]  # aiormq's
         await soon(lambda: wire.count("in", "Heartbeat"))

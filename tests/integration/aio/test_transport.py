@@ -39,7 +39,7 @@ async def test_messages_of_aio_pika_and_of_a_producer_are_interleaved_at_frame_b
     """Each message is larger than the socket buffer, so each writer waits for the other within a message."""
     broker.declare_queue("theirs")
     proxy.slow_down(slow)
-    async with await connect_async(proxy.url(broker), heartbeat=1) as connection:
+    async with await connect_async(proxy.url(broker), heartbeat=3) as connection:
         channel = await connection.channel()
         got: list[bytes] = []
 
@@ -132,7 +132,7 @@ async def test_an_async_producer_sends_heartbeats_even_while_the_socket_always_h
 ) -> None:
     """Each write of the producer ends in the middle of a frame, and aiormq may write only at the end of a frame."""
     proxy.slow_down(0.02)
-    url = f"{proxy.url(broker)}?heartbeat=1"
+    url = f"{proxy.url(broker)}?heartbeat=3"
     # The kernel takes a megabyte or more at a time.
     plenty = 16_000_000
     async with AsyncProducer(url, routing_key="q", capacity=100_000, max_unwritten_bytes=plenty) as producer:

@@ -140,17 +140,17 @@ async def test_D1_a_publish_on_a_stopped_channel_raises_immediately_if_when_flow
 
 @with_both
 async def test_connection_blocked_holds_all_channels_until_connection_unblocked(broker: Broker, connect: Any) -> None:
-    async with await connect(max_producer_flow_control_wait=WAIT) as connection:
+    async with await connect() as connection:
         channels = [await connection.channel() for _ in range(2)]
         broker.block("no memory")
         for channel in channels:
             await held(channel, HoldKind.CONNECTION_BLOCKED)
             with pytest.raises(FlowControlTimeout, match="no memory"):
-                await publish(channel, b"")
+                await publish(channel, b"", timeout=WAIT)
         broker.unblock()
         for channel in channels:
             assert await channel.wait_unflowed(PATIENCE)
-            await publish(channel, b"", timeout=PATIENCE)
+            await publish(channel, b"")
         assert broker.queue("q").depth == 2
 
 
@@ -361,8 +361,7 @@ async def test_publishes_written_before_the_connection_is_lost_raise_the_error_o
 
 
 async def test_a_socket_that_accepts_no_bytes_holds_a_channel_without_confirms(broker: Broker, proxy: Proxy) -> None:
-    connecting = aio_pika.connect(f"{proxy.url(broker)}?max_producer_flow_control_wait=0.3")
-    async with opened(connecting, publisher_confirms=False) as channel:
+    async with opened(aio_pika.connect(proxy.url(broker)), publisher_confirms=False) as channel:
         proxy.stop_reading()
         sent: list[int] = []
 
@@ -370,16 +369,16 @@ async def test_a_socket_that_accepts_no_bytes_holds_a_channel_without_confirms(b
             while True:
                 with suppress(ConfirmTimeout):
                     # A message that is partly written cannot be withdrawn.
-                    await publish(channel, b"%06d" % len(sent) + bytes(100_000))
+                    await publish(channel, b"%06d" % len(sent) + bytes(100_000), timeout=WAIT)
                 sent.append(len(sent))
 
         with pytest.raises(FlowControlTimeout, match="transport"):
             await fill()
-        with takes(0.3), pytest.raises(FlowControlTimeout, match="transport"):
-            await publish(channel, b"never")
-        cancelled = [asyncio.ensure_future(publish(channel, b"never", timeout=PATIENCE)) for _ in range(3)]
+        with takes(WAIT), pytest.raises(FlowControlTimeout, match="transport"):
+            await publish(channel, b"never", timeout=WAIT)
+        cancelled = [asyncio.ensure_future(publish(channel, b"never")) for _ in range(3)]
         await soon(lambda: channel.flow_control.protocol.unsettled >= 3)
-        last = asyncio.ensure_future(publish(channel, b"last", timeout=PATIENCE))
+        last = asyncio.ensure_future(publish(channel, b"last"))
         for each in cancelled:
             each.cancel()
         await asyncio.gather(*cancelled, return_exceptions=True)
@@ -411,10 +410,10 @@ async def test_a_channel_that_is_closed_inside_a_message_of_several_frames_compl
 
 
 async def test_heartbeats_continue_while_a_publish_waits(broker: Broker, wire: Wire) -> None:
-    async with opened(aio_pika.connect(f"{broker.url}?heartbeat=1")) as channel:
+    async with opened(aio_pika.connect(f"{broker.url}?heartbeat=3")) as channel:
         await stop(channel, broker)
-        waiting = asyncio.ensure_future(publish(channel, b"", timeout=PATIENCE))
-        # A broker that receives nothing for two intervals ends the connection.
+        waiting = asyncio.ensure_future(publish(channel, b""))
+        # With this interval, aiormq sends a heartbeat every second.
         await soon(lambda: wire.count("in", "Heartbeat") >= 2)
         assert not waiting.done()
         broker.flow(True)

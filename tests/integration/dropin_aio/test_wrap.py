@@ -14,19 +14,16 @@ from qflow_client.broker import Broker
 from tests.integration.aio.tools import soon
 from tests.integration.producer.tools import PATIENCE, Proxy, Wire, bodies, takes
 
-from .test_flow import held, in_line, kinds, opened, publish, stop
-
-
-@pytest.fixture(autouse=True)
-def _wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", "0.3")
-
+from .test_flow import WAIT, held, in_line, kinds, opened, publish, stop
 
 with_both = pytest.mark.parametrize("connect", ["connect", "connect_robust"])
 
 
 @with_both
-async def test_wrap_returns_the_same_channel_object_with_flow_control(broker: Broker, wire: Wire, connect: str) -> None:
+async def test_wrap_returns_the_same_channel_object_with_flow_control(
+    broker: Broker, wire: Wire, connect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", str(WAIT))
     async with opened(getattr(original, connect)(broker.url)) as plain:
         first = await publish(plain, b"before")
         channel = aio_pika.wrap(plain)
@@ -35,13 +32,13 @@ async def test_wrap_returns_the_same_channel_object_with_flow_control(broker: Br
         assert aio_pika.wrap(channel) is channel
         await stop(channel, broker)
         await soon(lambda: wire.count("in", "Channel.FlowOk"))
-        with takes(0.3), pytest.raises(FlowControlTimeout, match="channel_flow"):
+        with takes(WAIT), pytest.raises(FlowControlTimeout, match="channel_flow"):
             await publish(channel, b"never")
         broker.flow(True)
         assert await channel.wait_unflowed(PATIENCE)
         # The broker's delivery tags count all messages of the channel, also those before `wrap`.
         assert first.delivery_tag == 1
-        assert (await publish(channel, b"sent")).delivery_tag == 2
+        assert (await publish(channel, b"sent", timeout=PATIENCE)).delivery_tag == 2
         assert bodies(broker) == [b"before", b"sent"]
         # All other methods of the channel are unchanged.
         queue = await channel.declare_queue("q", passive=True)
@@ -57,7 +54,7 @@ async def test_the_channels_of_a_wrapped_connection_are_under_flow_control(broke
     assert aio_pika.wrap(connection) is connection
     async with connection, await connection.channel() as one, connection.channel() as two:
         await stop(one, broker)
-        waiting = asyncio.ensure_future(publish(one, b"waits", timeout=PATIENCE))
+        waiting = asyncio.ensure_future(publish(one, b"waits"))
         await in_line(one, 1)
         await asyncio.gather(*(publish(two, b"goes on") for _ in range(20)))
         broker.flow(True)
@@ -86,7 +83,7 @@ async def test_connection_blocked_before_or_after_wrap_holds_the_wrapped_channel
         broker.block("no memory")
         await held(channel, HoldKind.CONNECTION_BLOCKED)
         with pytest.raises(FlowControlTimeout, match="no memory"):
-            await publish(channel, b"never")
+            await publish(channel, b"never", timeout=WAIT)
         assert kinds(aio_pika.wrap(other)) == [HoldKind.CONNECTION_BLOCKED]
         broker.unblock()
         for each in channel, other:
@@ -126,7 +123,7 @@ async def test_a_wrapped_robust_channel_stays_under_flow_control_after_a_reconne
         channel = aio_pika.wrap(await connection.channel())
         for number in range(3):
             await stop(channel, broker)
-            waiting = asyncio.ensure_future(publish(channel, b"%d" % number, timeout=PATIENCE))
+            waiting = asyncio.ensure_future(publish(channel, b"%d" % number))
             await in_line(channel, 1)
             proxy.cut()
             await waiting
@@ -134,7 +131,7 @@ async def test_a_wrapped_robust_channel_stays_under_flow_control_after_a_reconne
         assert bodies(broker) == [b"0", b"1", b"2"]
         await stop(channel, broker)
         with pytest.raises(FlowControlTimeout, match="channel_flow"):
-            await publish(channel, b"never")
+            await publish(channel, b"never", timeout=WAIT)
 
 
 @with_both
@@ -145,7 +142,7 @@ async def test_a_waiting_publish_raises_when_the_program_closes_the_channel_or_t
     connection = await getattr(original, connect)(broker.url)
     channel = aio_pika.wrap(await connection.channel())
     await stop(channel, broker)
-    waiting = asyncio.ensure_future(publish(channel, b"never", timeout=PATIENCE))
+    waiting = asyncio.ensure_future(publish(channel, b"never"))
     await in_line(channel, 1)
     await (channel if what == "channel" else connection).close()
     with pytest.raises(aio_pika.exceptions.ChannelInvalidStateError):
@@ -160,7 +157,7 @@ async def test_a_publish_that_waits_for_a_reconnect_raises_when_the_program_clos
     connection = await original.connect_robust(f"{proxy.url(broker)}?reconnect_interval=60")
     channel = aio_pika.wrap(await connection.channel())
     await stop(channel, broker)
-    waiting = asyncio.ensure_future(publish(channel, b"never", timeout=PATIENCE))
+    waiting = asyncio.ensure_future(publish(channel, b"never"))
     await in_line(channel, 1)
     proxy.cut()
     await held(channel, HoldKind.DISCONNECTED)
@@ -186,14 +183,15 @@ async def test_while_the_socket_accepts_no_bytes_a_publish_on_a_wrapped_channel_
     channel = aio_pika.wrap(await connection.channel())
     proxy.stop_reading()
     with pytest.raises(ConfirmTimeout):
-        await publish(channel, b"in a buffer")
-    results = await asyncio.gather(*(publish(channel, bytes(100_000)) for _ in range(200)), return_exceptions=True)
+        await publish(channel, b"in a buffer", timeout=WAIT)
+    publishing = [publish(channel, bytes(100_000), timeout=WAIT) for _ in range(200)]
+    results = await asyncio.gather(*publishing, return_exceptions=True)
     assert {type(each) for each in results} == {ConfirmTimeout, FlowControlTimeout}
-    with takes(0.3), pytest.raises(FlowControlTimeout):
-        await publish(channel, b"never")
+    with takes(WAIT), pytest.raises(FlowControlTimeout):
+        await publish(channel, b"never", timeout=WAIT)
     proxy.go_on_reading()
     assert await channel.wait_unflowed(PATIENCE)
-    await publish(channel, b"sent", timeout=PATIENCE)
+    await publish(channel, b"sent")
     await connection.close()
     assert bodies(broker)[-1] == b"sent"
     assert len(bodies(broker)) == 2 + sum(type(each) is ConfirmTimeout for each in results)
