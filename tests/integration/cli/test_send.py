@@ -205,10 +205,7 @@ def test_a_run_with_a_nacked_record_fails_and_reports_the_record(broker: Broker,
     assert (told["complete"], told["confirmed"], told["not_confirmed"]) == (False, 0, {"nacked": 1})
 
 
-def test_a_run_waits_for_confirms_even_if_the_maximum_flow_control_wait_is_0(
-    send: Send, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(qflow_client.cli.sending, "_GRACE", 20.0)
+def test_a_run_waits_for_confirms_even_if_the_maximum_flow_control_wait_is_0(send: Send) -> None:
     out, _ = send("--max-producer-flow-control-wait", "0", records=b"one\ntwo\n")
     assert out.startswith("2 records confirmed")
 

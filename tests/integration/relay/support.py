@@ -18,7 +18,7 @@ from qflow_client.sqlalchemy.tables import PARTITIONS
 PATIENCE = 30.0
 ROOT = Path(__file__).parents[3]
 #: Settings of relays that reconnect almost immediately.
-FAST: dict[str, Any] = {"reconnect_delay": 0.02, "connect_timeout": 5.0}
+FAST: dict[str, Any] = {"reconnect_delay": 0.02}
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
