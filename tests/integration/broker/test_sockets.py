@@ -4,7 +4,6 @@ import gc
 import random
 import ssl
 import threading
-import time
 
 import pytest
 from pamqp import body, commands, frame, header
@@ -16,6 +15,7 @@ from qflow_client.broker.core.server import Connection, Server
 from qflow_client.broker.core.session import Session
 from tests.certificates import certify
 from tests.collecting import collect
+from tests.integration.producer.tools import SteadyClock
 
 PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 
@@ -250,18 +250,6 @@ def test_an_exception_in_the_trace_function_ends_only_the_connection_of_the_trac
         good.expect(commands.Connection.Blocked)
         assert bad.is_over()
         assert works(good)
-
-
-class SteadyClock:
-    """A clock that counts at most 0.5 s between two calls, so that a break of the machine is no silence of a client."""
-
-    def __init__(self):
-        self._now = self._last = time.monotonic()
-
-    def __call__(self):
-        last, self._last = self._last, time.monotonic()
-        self._now += min(self._last - last, 0.5)
-        return self._now
 
 
 def test_the_broker_sends_heartbeats_and_disconnects_a_client_that_sends_none(connect, monkeypatch):

@@ -62,7 +62,7 @@ def test_closing_a_producer_during_an_alarm_does_not_end_the_alarm_and_logs_no_e
 ) -> None:
     flows = Flows(producer)
     hold(broker, producer, "connection_blocked")
-    producer.close(timeout=0)
+    producer.close()
     flows.wait_for(FlowEventKind.CLOSED)
     assert flows.kinds == [FlowEventKind.FLOWED, FlowEventKind.CLOSED]
     assert [event.hold.kind for event in flows.events if event.hold] == ["connection_blocked"] * 2
@@ -155,8 +155,13 @@ def test_close_of_a_producer_keeps_its_deadline_while_a_callback_is_slow(
 
 
 def test_close_waits_for_a_slow_connection_close_of_the_broker_until_the_deadline(
-    make_producer: Callable[..., Producer], proxy: Proxy, broker: Broker, wire: Wire
+    make_producer: Callable[..., Producer],
+    proxy: Proxy,
+    broker: Broker,
+    wire: Wire,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("qflow_client.skin.GOOD_BYE", PATIENCE)
     producer = make_producer(proxy.url(broker))
     producer.send(b"").result(timeout=20)
     proxy.stop_reading()

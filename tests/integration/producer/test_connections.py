@@ -31,6 +31,7 @@ from tests.collecting import collect
 from .tools import (
     PATIENCE,
     Proxy,
+    SteadyClock,
     Wire,
     bodies,
     ends_within,
@@ -337,6 +338,7 @@ def test_heartbeats_continue_while_the_application_is_busy_and_detect_a_dead_pee
     connect: Callable[..., pika.BlockingConnection], broker: Broker, wire: Wire, proxy: Proxy
 ) -> None:
     """With a heartbeat of 1 s the broker disconnects a silent client after 2 s."""
+    broker._server.clock = SteadyClock()
     connection = connect(f"{broker.url}?heartbeat=1")
     dead = connect(f"{proxy.url(broker)}?heartbeat=1")
     (producer,) = made(dead)

@@ -3,8 +3,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import count, pairwise
 from pathlib import Path
 
@@ -25,7 +24,19 @@ from qflow_client.sync.engine import Waiter
 from qflow_client.testing.proxy import FaultProxy
 from tests.effort import rounds
 
-from .tools import PATIENCE, Flows, bodies, eventually, finish, hold, send_unconfirmed, start, takes, wait_in_line
+from .tools import (
+    PATIENCE,
+    Flows,
+    bodies,
+    eventually,
+    finish,
+    hold,
+    nothing_expires,
+    send_unconfirmed,
+    start,
+    takes,
+    wait_in_line,
+)
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, -1])
@@ -236,7 +247,7 @@ def test_a_full_window_raises_a_flow_control_error_and_a_missing_confirm_raises_
 ) -> None:
     producer = make_producer(capacity=1, max_producer_flow_control_wait=0.1)
     broker.withhold_confirms()
-    receipt = producer.send(b"1")
+    receipt = producer.send(b"1", timeout=PATIENCE)
     with pytest.raises(FlowControlTimeout, match="capacity"):
         producer.send(b"2")
     with pytest.raises(ConfirmTimeout):
@@ -380,17 +391,6 @@ def test_a_call_with_a_negative_timeout_does_not_wait(producer: Producer, broker
         producer.send(b"", timeout=-0.1)
     with pytest.raises(UndeliveredMessages):
         producer.close(timeout=-0.1)
-
-
-@contextmanager
-def nothing_expires(producer: Producer) -> Iterator[None]:
-    """During the block, no message expires, so that a slow machine has time to deliver it."""
-    expiry = producer._protocol.parts.expiry
-    assert expiry is not None
-    before = expiry.timeout
-    expiry.timeout = 10 * PATIENCE
-    yield
-    expiry.timeout = before
 
 
 def test_E16_a_message_is_settled_after_its_delivery_timeout(

@@ -64,7 +64,7 @@ def test_E6_messages_that_a_producer_without_references_could_not_deliver_are_lo
 ) -> None:
     held = [Producer(broker.url, routing_key="q", name="dropped", max_producer_flow_control_wait=0.1)]
     broker.withhold_confirms()
-    receipt = held[0].send(b"lost")
+    receipt = held[0].send(b"lost", timeout=PATIENCE)
     with caplog.at_level(logging.ERROR, "qflow_client"):
         with pytest.warns(ResourceWarning, match="dropped"):
             _drop(held)

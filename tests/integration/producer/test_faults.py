@@ -95,8 +95,7 @@ def send_all(producer: Producer, receipts: list[Receipt]) -> Iterator[Any]:
 def test_every_call_returns_within_its_deadline_and_every_message_settles(
     faulty: FaultProxy, broker: Broker, make_producer: Callable[..., Producer], fault: str
 ) -> None:
-    # On a slow machine it takes a while to connect for the first time.
-    producer = make_producer(faulty.url, capacity=40, connect_timeout=5.0)
+    producer = make_producer(faulty.url, capacity=40)
     producer.send(b"before").result(timeout=20)
     receipts: list[Receipt] = [producer.send(BODY) for _ in range(5)]
     (LASTING | ENDING | ONCE)[fault](faulty)

@@ -13,7 +13,7 @@ from qflow_client import Outcome, Producer, ProducerClosed
 from qflow_client.broker import Broker
 from qflow_client.testing.proxy import FaultProxy
 
-from .tools import PATIENCE, Proxy, Wire, bodies, fill_transport, holds, start, wait_held, wait_in_line
+from .tools import PATIENCE, Proxy, SteadyClock, Wire, bodies, fill_transport, holds, start, wait_held, wait_in_line
 
 
 class Silence:
@@ -75,6 +75,7 @@ def test_heartbeats_continue_while_a_producer_is_idle_or_flowed_and_detect_a_dea
     make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy, wire: Wire, silence: Silence
 ) -> None:
     """All cases run at the same time, because with a heartbeat of 1 s the broker detects a dead peer after 2 s."""
+    broker._server.clock = SteadyClock()
     url = f"{broker.url}?heartbeat=1"
     stopped = make_producer(url)
     broker.flow(False, broker.producers()[0].name)
@@ -125,6 +126,7 @@ def test_a_dead_connection_of_a_flowed_producer_is_detected_by_heartbeats_and_re
     waiting = []
     for flowed in (False, True):
         broker = make_broker()
+        broker._server.clock = SteadyClock()
         proxy = stack.enter_context(FaultProxy(broker.url))
         producer = make_producer(f"{proxy.url}?heartbeat=1", reconnect_delay=0.02)
         assert producer.send(b"first").result(timeout=PATIENCE) is Outcome.CONFIRMED

@@ -117,6 +117,17 @@ def wait_done(receipts: Iterable[Any]) -> None:
         assert receipt.outcome is not None or receipt.wait(PATIENCE), receipt
 
 
+@contextmanager
+def nothing_expires(producer: Producer) -> Iterator[None]:
+    """During the block, no message expires, so that a slow machine has time to deliver it."""
+    expiry = producer._protocol.parts.expiry
+    assert expiry is not None
+    before = expiry.timeout
+    expiry.timeout = 10 * PATIENCE
+    yield
+    expiry.timeout = before
+
+
 def wait_in_line(producer: Producer, count: int) -> None:
     """Wait until exactly `count` sends wait for admission."""
     # This number is not public. Tests need it to send messages in a given order without sleeping.
@@ -417,6 +428,21 @@ class Consumer:
         self._job.result()
 
 
+class SteadyClock:
+    """A clock for `broker._server.clock` that counts at most 0.5 s between two calls.
+
+    For this clock, a break of the machine is no silence of a client.
+    """
+
+    def __init__(self) -> None:
+        self._now = self._last = time.monotonic()
+
+    def __call__(self) -> float:
+        last, self._last = self._last, time.monotonic()
+        self._now += min(self._last - last, 0.5)
+        return self._now
+
+
 class Proxy:
     """A TCP relay in front of the broker, which can stop reading from clients, and cut their connections.
 
@@ -586,6 +612,7 @@ def send_until_heartbeat_with_a_full_socket(
     producer: Producer, broker: Broker, proxy: Proxy, wire: Wire, size: int
 ) -> None:
     """Fill the socket repeatedly until the broker has received a heartbeat between messages, and then flush."""
+    broker._server.clock = SteadyClock()
     sent = 0
     while not wire.count("in", "Heartbeat"):
         proxy.stop_reading()

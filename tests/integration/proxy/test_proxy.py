@@ -210,8 +210,9 @@ def test_the_fault_black_hole_discards_all_bytes_and_neither_side_notices(dial, 
 def test_a_connection_into_a_black_hole_is_accepted_and_never_answered_even_without_a_broker(listener, proxy):
     listener.close()
     proxy.black_hole()
-    with socket.create_connection(("127.0.0.1", proxy.port), timeout=0.2) as client:
+    with socket.create_connection(("127.0.0.1", proxy.port)) as client:
         client.sendall(b"AMQP\0\0\x09\x01")
+        client.settimeout(0.2)
         with pytest.raises(TimeoutError):
             client.recv(1)
         proxy.wait_until(lambda proxy: proxy.connections)
@@ -444,13 +445,16 @@ def test_after_the_fault_refuse_new_connections_are_refused_until_heal_and_exist
 def test_the_faults_of_a_proxy_schedule_occur_in_order_and_on_time(dial, proxy):
     dial()
     seen = []
+    looked = threading.Event()
     began = time.monotonic()
 
     def note(_: FaultProxy) -> None:
         seen.append(time.monotonic() - began)
+        looked.wait(PATIENCE)
 
     schedule = proxy.schedule([(0.05, note), (0.1, note), (0.15, FaultProxy.cut)])
     assert not schedule.done
+    looked.set()
     schedule.wait(PATIENCE)
     proxy.wait_until(lambda proxy: not proxy.connections)
     assert len(seen) == 2
