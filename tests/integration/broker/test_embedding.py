@@ -139,12 +139,14 @@ def test_publishing_with_an_expiration_that_is_not_a_number_raises_an_error(brok
     assert broker.queue("q").depth == 0
 
 
-def test_messages_and_queues_expire_even_if_no_client_is_connected(broker):
+def test_messages_and_queues_expire_even_if_no_client_is_connected(broker, stop_clock):
     broker.declare_queue("dead")
     to_dead = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
     broker.declare_queue("q", arguments={"x-message-ttl": 30, **to_dead})
+    resume_clock = stop_clock(broker)
     broker.declare_queue("unused", arguments={"x-expires": 60})
     broker.publish(b"late", "unused", properties=commands.Basic.Properties(expiration="40"))
+    resume_clock()
     for _ in range(2):
         broker.publish(b"x", "q")
         broker.wait_until(lambda b: not b.queue("q").depth)

@@ -241,7 +241,7 @@ def _child(producer: Producer) -> int:
 def forked_while_disconnected(url: str, count: str) -> None:
     """Fork `count` times between two attempts to connect, or during an attempt. The proxy of the test decides."""
     logging.disable()
-    producer = Producer(url, routing_key="q", connect_timeout=5.0, reconnect_delay=0.05, reconnect_delay_max=0.1)
+    producer = Producer(url, routing_key="q", reconnect_delay=0.05, reconnect_delay_max=0.1)
     receipt = producer.send(b"unsettled")
     _say("sent")
     # Poll, because the hold may have been raised before this line.

@@ -161,7 +161,8 @@ def test_close_waits_for_a_slow_connection_close_of_the_broker_until_the_deadlin
     wire: Wire,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("qflow_client.skin.GOOD_BYE", PATIENCE)
+    for module in ("skin", "aio.link", "aio.aiormq_io"):
+        monkeypatch.setattr(f"qflow_client.{module}.GOOD_BYE", PATIENCE)
     producer = make_producer(proxy.url(broker))
     producer.send(b"").result(timeout=20)
     proxy.stop_reading()
