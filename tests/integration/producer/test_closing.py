@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
+import aiormq
 import pytest
 
 from qflow_client import (
@@ -161,8 +162,9 @@ def test_close_waits_for_a_slow_connection_close_of_the_broker_until_the_deadlin
     wire: Wire,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("skin", "aio.link", "aio.aiormq_io"):
+    for module in ("skin", "aio.link"):
         monkeypatch.setattr(f"qflow_client.{module}.GOOD_BYE", PATIENCE)
+    monkeypatch.setattr(aiormq.Connection, "READER_CLOSE_TIMEOUT", PATIENCE)
     producer = make_producer(proxy.url(broker))
     producer.send(b"").result(timeout=20)
     proxy.stop_reading()
