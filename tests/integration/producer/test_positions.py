@@ -33,7 +33,7 @@ from tests.interrupting import EVERY, each_interrupt
 from .test_outbox import leave, marked, on_disk, store
 from .tools import PATIENCE, Proxy, bodies, eventually, finish, nothing_expires, start, wait_done, wait_in_line
 
-pytestmark = pytest.mark.usefixtures("patient_sends")
+pytestmark = pytest.mark.usefixtures("patient_sends", "patient_ends")
 
 ROWS = "orders.csv"
 
