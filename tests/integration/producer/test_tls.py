@@ -132,7 +132,7 @@ def test_heartbeats_are_sent_while_the_tls_socket_always_has_input(
     make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str, wire: Wire
 ) -> None:
     producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}&heartbeat=1")
-    send_until_heartbeat_with_a_slow_peer(producer, tls_proxy, wire, 150_000)
+    send_until_heartbeat_with_a_slow_peer(producer, tls_broker, tls_proxy, wire, 150_000)
 
 
 @pytest.mark.usefixtures("one_connection")

@@ -204,4 +204,4 @@ def test_a_producer_sends_heartbeats_even_while_the_socket_always_has_input(
 ) -> None:
     """Each write of the producer ends in the middle of a frame, and pika may write only at the end of a frame."""
     producer = make_producer(f"{proxy.url(broker)}?heartbeat=1", capacity=10_000)
-    send_until_heartbeat_with_a_slow_peer(producer, proxy, wire, size)
+    send_until_heartbeat_with_a_slow_peer(producer, broker, proxy, wire, size)

@@ -628,8 +628,11 @@ def send_until_heartbeat_with_a_full_socket(
     assert wire.count("out", "Connection.Close") == 0
 
 
-def send_until_heartbeat_with_a_slow_peer(producer: Producer, proxy: Proxy, wire: Wire, size: int) -> None:
+def send_until_heartbeat_with_a_slow_peer(
+    producer: Producer, broker: Broker, proxy: Proxy, wire: Wire, size: int
+) -> None:
     """Send messages to a slowly reading peer until the broker has received a heartbeat, and then flush."""
+    broker._server.clock = SteadyClock()
     proxy.slow_down(0.01)
     end = time.monotonic() + PATIENCE
     while not wire.count("in", "Heartbeat"):
