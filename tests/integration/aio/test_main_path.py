@@ -272,12 +272,17 @@ def test_a_message_of_send_nowait_from_another_thread_is_written_by_the_event_lo
 
     async def main() -> None:
         receipt = other.producer.send_nowait(b"m")
+        # The other loop is woken for the message, and then for the flow event.
+        await soon(lambda: broker.queue("q").depth == 1)
         with pytest.raises(ProducerFlowed):
             other.producer.send_nowait(b"never")
+        await soon(lambda: kinds == ["flowed"])
+        broker.release_confirms()
         assert await receipt is Outcome.CONFIRMED
         await soon(lambda: kinds == ["flowed", "unflowed"])
 
-    with _OtherLoop(broker.url, True, rate=1, on_flow=lambda event: kinds.append(event.kind)) as other:
+    broker.withhold_confirms()
+    with _OtherLoop(broker.url, True, capacity=1, on_flow=lambda event: kinds.append(event.kind)) as other:
         # In debug mode, asyncio raises an error in methods that are not thread-safe.
         other._loop.set_debug(debug)
         run(main())

@@ -113,7 +113,7 @@ def test_heartbeats_continue_while_a_publish_waits(broker, connect, wire):
     channel = connection.channel()
     stop(channel, broker)
     job = start_waiting(channel)
-    wire.wait_for("in", "Heartbeat", wire.count("in", "Heartbeat") + 1)
+    wire.wait_for("in", "Heartbeat", wire.count("in", "Heartbeat") + 2)
     assert job.is_alive()
     broker.flow(True)
     job.result()

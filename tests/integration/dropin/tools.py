@@ -43,8 +43,10 @@ def waiting_at_most(channel: Any, seconds: float) -> Iterator[None]:
     """Set the maximum wait of a channel's calls in the block. Other calls must succeed, and keep their long wait."""
     before = channel._flow.settings
     wait_at_most(channel, seconds)
-    yield
-    channel._flow.settings = before
+    try:
+        yield
+    finally:
+        channel._flow.settings = before
 
 
 def start_waiting(channel: Any, body: bytes = b"") -> Job:

@@ -169,7 +169,9 @@ async def test_a_message_whose_publish_times_out_or_is_cancelled_while_disconnec
             with takes(WAIT), pytest.raises(FlowControlTimeout, match="disconnected"):
                 await publish(channel, b"never sent", timeout=WAIT)
             # This is what the timer of the publish does at its deadline.
-            late._fut_waiter.set_result(None)  # type: ignore[attr-defined]  # asyncio's own
+            unsettled = channel.flow_control.protocol.unsettled_receipts
+            (receipt,) = (each for each in unsettled if each.message.body == b"2")
+            receipt._waiter.set_result(None)
             with pytest.raises(ConfirmTimeout, match=r"lost before the broker answered.*disconnected"):
                 await late
             proxy.direct_to(broker.port)

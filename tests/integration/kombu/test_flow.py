@@ -55,12 +55,14 @@ def stop(channel: Any, broker: Broker) -> None:
 
 @contextmanager
 def waiting_at_most(channel: Any, seconds: float) -> Iterator[None]:
-    """Set the maximum wait of a channel's calls in the block. Other calls must succeed, and keep their long wait."""
+    """Set the maximum wait of a channel and its connection in the block. Other calls must succeed after a long wait."""
     connection, flow = channel.connection, channel._flow
     before = connection.flow_settings
     connection.flow_settings = flow.settings = before.replace(max_producer_flow_control_wait=seconds)
-    yield
-    connection.flow_settings = flow.settings = before
+    try:
+        yield
+    finally:
+        connection.flow_settings = flow.settings = before
 
 
 def publish(channel: Any, body: bytes = b"body", **keywords: Any) -> None:
@@ -438,7 +440,8 @@ def test_heartbeats_continue_while_a_publish_waits(broker, connect, wire):
     channel = connection.default_channel
     stop(channel, broker)
     job = start(publish, channel)
-    wire.wait_for("in", "Heartbeat")
+    wire.wait_for("in", "Heartbeat", 2)
+    assert job.is_alive()
     broker.flow(True)
     job.result()
 

@@ -95,7 +95,7 @@ def test_E8_expiring_tokens_are_replaced_without_losing_a_connection(
     while time.monotonic() < end or wire.count("out", "Connection.UpdateSecretOk") < 20:
         assert time.monotonic() < end + PATIENCE
         receipts.append(producer.send(b"%d" % len(receipts), timeout=PATIENCE))
-        # By polling, because a thousand messages are as good as ten thousand.
+        # `eventually` polls, so this sends a thousand messages and not ten thousand.
         eventually(lambda: receipts[-1].done)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
     assert bodies(broker) == [b"%d" % number for number in range(len(receipts))]
@@ -207,8 +207,13 @@ def test_E8_a_connection_with_expired_credentials_is_replaced_and_unsettled_mess
     tokens.before = refuse
     failed = "the credentials could not be replaced: the callable for credentials raised KeyError"
     eventually(lambda: failed in all_logs())
-    # The credentials expire before the next failure.
-    monkeypatch.setattr(Expiry, "failed", lambda *_: None)
+    decide = Expiry.failed
+
+    def fail_after_expiry(expiry: Expiry, now: float) -> float | None:
+        expiry._expires_at = now
+        return decide(expiry, now)
+
+    monkeypatch.setattr(Expiry, "failed", fail_after_expiry)
     # On the thread of the callbacks.
     eventually(lambda: flows.events)
     words = (

@@ -124,8 +124,10 @@ def nothing_expires(producer: Producer) -> Iterator[None]:
     assert expiry is not None
     before = expiry.timeout
     expiry.timeout = 10 * PATIENCE
-    yield
-    expiry.timeout = before
+    try:
+        yield
+    finally:
+        expiry.timeout = before
 
 
 def wait_in_line(producer: Producer, count: int) -> None:
@@ -431,7 +433,7 @@ class Consumer:
 class SteadyClock:
     """A clock for `broker._server.clock` that counts at most 0.5 s between two calls.
 
-    For this clock, a break of the machine is no silence of a client.
+    So a stall of the machine does not count as silence of a client. The clock of an idle broker is slow.
     """
 
     def __init__(self) -> None:

@@ -61,11 +61,33 @@ def test_the_deduplicator_handles_a_message_once_and_drops_all_copies(make: Make
     assert len(deduplicator) == 2
 
 
+def test_the_deduplicator_lets_a_message_whose_handler_failed_be_handled_again(make: Make) -> None:
+    deduplicator = make()
+    assert handle(deduplicator, "a", fails=True)
+    assert "a" not in deduplicator
+    assert handle(deduplicator, "a")
+    assert not handle(deduplicator, "a")
+
+
 @pytest.mark.parametrize("message_id", [None, ""])
 def test_the_deduplicator_lets_all_messages_without_an_id_be_handled(make: Make, message_id: str | None) -> None:
     deduplicator = make()
     assert [handle(deduplicator, message_id) for _ in range(3)] == [True, True, True]
     assert len(deduplicator) == 0
+
+
+def test_the_deduplicator_forgets_the_oldest_ids_beyond_the_maximum_count(make: Make) -> None:
+    deduplicator = make(max_count=2)
+    for each in "abc":
+        deduplicator.remember(each)
+    assert ("a" in deduplicator, "b" in deduplicator, "c" in deduplicator) == (False, True, True)
+
+
+def test_with_look_up_false_a_copy_is_handled_and_its_id_is_remembered_for_later_copies(make: Make) -> None:
+    deduplicator = make()
+    assert handle(deduplicator, "a", look_up=False)
+    assert handle(deduplicator, "a", look_up=False)
+    assert not handle(deduplicator, "a")
 
 
 @pytest.mark.parametrize(

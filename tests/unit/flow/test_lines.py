@@ -61,6 +61,16 @@ def test_cancelled_tickets_behind_a_waiting_ticket_do_not_pile_up(line: Line) ->
     assert serve(line) is None
 
 
+def test_F4_removing_cancelled_tickets_keeps_the_order_of_the_waiting_line() -> None:
+    line = FifoLine()
+    tickets = [Ticket(1) for _ in range(300)]
+    for at, ticket in enumerate(tickets):
+        line.push(ticket)
+        # Two of three are given up at once, so that the line is swept several times.
+        ticket.cancelled = at % 3 != 0
+    assert [serve(line) for _ in range(100)] == tickets[::3]
+
+
 # Weights.
 
 

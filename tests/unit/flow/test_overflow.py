@@ -185,6 +185,18 @@ def test_D12_a_source_that_releases_elements_when_it_is_blocked_is_unblocked_aga
     assert not controller.blocked
 
 
+def test_a_controller_forgets_a_blocked_source_that_is_removed() -> None:
+    controller, gone, stays = FlowController(WindowLimiter(1)), Source("gone"), Source("stays")
+    for source in (gone, stays):
+        controller.offer(source, 1, 0.0)
+    controller.offer(gone, 1, 0.0)
+    controller.forget(gone)
+    controller.forget(gone)
+    assert controller.blocked == (stays,)
+    assert not gone.is_blocked
+    controller.forget(Source("never seen"))
+
+
 def test_unblocking_a_source_that_is_not_blocked_changes_nothing() -> None:
     controller, source = FlowController(WindowLimiter(1)), Source()
     source.unblock(controller)
@@ -282,12 +294,46 @@ def test_ready_at_returns_the_earliest_time_at_which_a_waiting_or_blocked_source
 # Gates: other holds.
 
 
+def test_F3_an_element_offered_while_the_gate_is_closed_is_accepted_and_its_source_is_blocked() -> None:
+    window = WindowLimiter(5)
+    controller, source = FlowController(window), Source()
+    controller.gate.hold("paused", now=0.0)
+    assert controller.offer(source, 1, 0.0)
+    assert controller.offer(source, 1, 0.0)
+    assert window.used == 2, "it has nowhere else to be"
+    assert source.told == ["blocked"]
+    assert controller.ready_at(0.0) is None, "time does not lift it"
+    controller.release(1)
+    controller.resume(1.0)
+    assert source.is_blocked
+    controller.gate.lift("paused", now=2.0)
+    controller.resume()
+    assert source.told == ["blocked", "unblocked"]
+    assert not controller.offer(source, 1, 2.0)
+
+
 def test_J5_an_element_offered_while_the_gate_is_closed_is_taken_before_its_source_is_blocked() -> None:
     controller, source = Stepwise(WindowLimiter(5)), Source()
     assert list(controller.offer_steps(source, 1, 0.0)) == []
     controller.gate.hold("paused", now=0.0)
     assert list(controller.offer_steps(source, 1, 0.0)) == ["taken", "blocked"]
     assert source.is_blocked
+
+
+def test_F3_a_source_blocked_by_gate_and_limiter_continues_when_both_have_released_it_in_any_order() -> None:
+    for gate_first in (True, False):
+        controller, source = FlowController(WindowLimiter(1)), Source()
+        controller.gate.hold("paused", now=0.0, source="operator")
+        for _ in range(2):
+            controller.offer(source, 1, 0.0)
+        for step in (gate_first, not gate_first):
+            assert source.is_blocked
+            if step:
+                controller.gate.lift("paused", now=1.0, source="operator")
+                controller.resume(1.0)
+            else:
+                controller.release(1)
+        assert source.told == ["blocked", "unblocked"]
 
 
 def test_F3_a_gate_that_is_closed_only_by_the_limiter_blocks_only_sources_that_exceed_the_limit() -> None:
@@ -388,6 +434,24 @@ def test_F3_forward_without_a_held_controller_only_offers_the_element_to_the_nex
     assert source.forward(2, below, 0.0)
     below.release(2)
     assert source.told == ["blocked", "unblocked"]
+
+
+def test_F3_backpressure_in_a_chain_of_controllers_reaches_the_first_and_is_released_from_the_last() -> None:
+    limiters = [WindowLimiter(1) for _ in range(3)]
+    chain = [FlowController(limiter) for limiter in limiters]
+    outside, *sources = [Source(name) for name in ("outside", "first", "second")]
+    # One element passes all stages, then each stage overflows the next.
+    chain[2].offer(sources[1], 1, 0.0)
+    chain[1].offer(sources[0], 1, 0.0)
+    assert sources[1].forward(1, chain[2], 0.0, held=chain[1])
+    chain[0].offer(outside, 1, 0.0)
+    assert sources[0].forward(1, chain[1], 0.0, held=chain[0])
+    assert chain[0].offer(outside, 1, 0.0)
+    assert [limiter.used for limiter in limiters] == [2, 2, 2]
+    assert all(source.is_blocked for source in (outside, *sources))
+    chain[2].release(1)
+    assert [limiter.used for limiter in limiters] == [1, 1, 1]
+    assert not any(source.is_blocked for source in (outside, *sources))
 
 
 @given(
