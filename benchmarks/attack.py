@@ -11,8 +11,9 @@ open. The limits are:
 - Without the token only the health and the description are answered.
 
 Without ``--url`` a new `qflow broker` is started for each attack. Another broker, such as RabbitMQ, is given by
-``--url`` and is attacked with its own settings. Its size is known if it runs on this machine. Round trips depend on the
-machine: on a busy machine compare them with those of the attack ``none``.
+``--url`` and is attacked with its own settings. Its queues with the names that the attacks use are deleted first. Its
+size is known if it runs on this machine. Round trips depend on the machine: on a busy machine compare them with those
+of the attack ``none``.
 """
 
 from __future__ import annotations
@@ -486,7 +487,18 @@ _HERE: tuple[Attack, ...] = (waiting_publishes, regular_expression, http_strange
 ATTACKS = {each.__name__: each for each in (*_EVERYWHERE, *_HERE)}
 
 
+async def _clear(target: _Target) -> None:
+    """Delete the queues of earlier attacks."""
+    peer = await target.peer()
+    for name in ("attack", "expires", *(f"attack {number}" for number in range(2000))):
+        await peer.call(1, commands.Queue.Delete(queue=name))
+    peer.writer.close()
+
+
 async def _child(name: str, target: _Target) -> None:
+    if not target.http_url:
+        # The broker ran before, so it can have these queues, with other arguments.
+        await _clear(target)
     run = ATTACKS[name](target)
     await anext(run)
     print("ready", flush=True)
@@ -531,6 +543,7 @@ class _Others(threading.Thread):
                 await round_trip(peer)
             except (OSError, asyncio.IncompleteReadError, TimeoutError):
                 self.lost += 1
+            peer.writer.close()
 
     def begin(self) -> None:
         self.start()
