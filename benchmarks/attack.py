@@ -41,7 +41,7 @@ from pamqp import commands, frame, header
 
 from benchmarks.report import aligned
 
-__all__ = ["ATTACKS", "Result", "attack", "main"]
+__all__ = ["ATTACKS", "Result", "Target", "attack", "clear", "main"]
 
 LIMIT = 64 << 20
 #: The broker may use this number times `memory_limit` beyond its idle size.
@@ -159,7 +159,9 @@ def _nulls(count: int) -> bytes:
     return len(table).to_bytes(4, "big") + table
 
 
-class _Target:
+class Target:
+    """The attacked broker. `http_url` is empty if the broker was not started for this attack."""
+
     def __init__(self, url: str, http_url: str, scale: float) -> None:
         self.url = url
         self.http_url = http_url
@@ -184,7 +186,7 @@ class _Target:
 
 
 # An attack first prepares the broker, then yields, and then attacks until its process is killed.
-Attack = Callable[[_Target], AsyncIterator[None]]
+Attack = Callable[[Target], AsyncIterator[None]]
 
 
 async def _forever(steps: Callable[[], Awaitable[object]], peers: int = 1) -> None:
@@ -199,13 +201,13 @@ async def _forever(steps: Callable[[], Awaitable[object]], peers: int = 1) -> No
     await asyncio.gather(*(one() for _ in range(peers)))
 
 
-async def none(target: _Target) -> AsyncIterator[None]:
+async def none(target: Target) -> AsyncIterator[None]:
     """No attack, to measure the machine."""
     yield
     await asyncio.sleep(3600)
 
 
-async def half_sent_bodies(target: _Target) -> AsyncIterator[None]:
+async def half_sent_bodies(target: Target) -> AsyncIterator[None]:
     """100 bodies of 4 MiB, each without its last byte."""
     yield
 
@@ -217,7 +219,7 @@ async def half_sent_bodies(target: _Target) -> AsyncIterator[None]:
     await _forever(step, target.of(100))
 
 
-async def big_headers(target: _Target) -> AsyncIterator[None]:
+async def big_headers(target: Target) -> AsyncIterator[None]:
     """Empty bodies with 120 KB of headers."""
     peer = await target.peer()
     await peer.call(1, commands.Queue.Declare(queue="attack"))
@@ -231,7 +233,7 @@ async def big_headers(target: _Target) -> AsyncIterator[None]:
     await _forever(step, 2)
 
 
-async def transactions(target: _Target) -> AsyncIterator[None]:
+async def transactions(target: Target) -> AsyncIterator[None]:
     """Bodies of 1 MiB in a transaction that is never committed."""
     peer = await target.peer()
     await peer.call(1, commands.Queue.Declare(queue="attack"))
@@ -246,7 +248,7 @@ async def transactions(target: _Target) -> AsyncIterator[None]:
     await _forever(step, 4)
 
 
-async def through_blocked(target: _Target) -> AsyncIterator[None]:
+async def through_blocked(target: Target) -> AsyncIterator[None]:
     """Publishes that ignore Connection.Blocked and Channel.Flow."""
     peer = await target.peer()
     await peer.call(1, commands.Queue.Declare(queue="attack"))
@@ -260,7 +262,7 @@ async def through_blocked(target: _Target) -> AsyncIterator[None]:
     await _forever(step, 4)
 
 
-async def waiting_publishes(target: _Target) -> AsyncIterator[None]:
+async def waiting_publishes(target: Target) -> AsyncIterator[None]:
     """Publishes that wait for room (policy=wait)."""
     peer = await target.peer()
     arguments: Any = {"x-qflow-policy": "wait", "qpid.max_count": 1}
@@ -276,7 +278,7 @@ async def waiting_publishes(target: _Target) -> AsyncIterator[None]:
     await _forever(step, 4)
 
 
-async def fanout(target: _Target) -> AsyncIterator[None]:
+async def fanout(target: Target) -> AsyncIterator[None]:
     """Empty messages from four publishers to a fanout with 1,500 queues."""
     peer = await target.peer()
     for number in range(target.of(1500)):
@@ -292,7 +294,7 @@ async def fanout(target: _Target) -> AsyncIterator[None]:
     await _forever(step, 4)
 
 
-async def dead_letters(target: _Target) -> AsyncIterator[None]:
+async def dead_letters(target: Target) -> AsyncIterator[None]:
     """Rejects of 1,000 messages at once, and messages that expire, with dead letters to 400 queues each."""
     peer = await target.peer()
     for number in range(target.of(400)):
@@ -319,7 +321,7 @@ async def dead_letters(target: _Target) -> AsyncIterator[None]:
     await _forever(step)
 
 
-async def arrays_of_nulls(target: _Target) -> AsyncIterator[None]:
+async def arrays_of_nulls(target: Target) -> AsyncIterator[None]:
     """Arrays of 120,000 nulls in headers and arguments, and smaller arrays before the login."""
     peer = await target.peer()
     await peer.call(1, commands.Queue.Declare(queue="attack"))
@@ -348,7 +350,7 @@ async def arrays_of_nulls(target: _Target) -> AsyncIterator[None]:
     await _forever(step, 4)
 
 
-async def regular_expression(target: _Target) -> AsyncIterator[None]:
+async def regular_expression(target: Target) -> AsyncIterator[None]:
     """A policy pattern that takes exponential time in many engines, and queue names that trigger this."""
     target.ask("PUT", "/api/policies/attack", {"pattern": "(a+)+$", "definition": {"policy": "reject", "maxCount": 5}})
     yield
@@ -362,7 +364,7 @@ async def regular_expression(target: _Target) -> AsyncIterator[None]:
     await _forever(step)
 
 
-async def many_bindings(target: _Target) -> AsyncIterator[None]:
+async def many_bindings(target: Target) -> AsyncIterator[None]:
     """Messages that all have new routing keys, to an exchange with 20,000 bindings."""
     peer = await target.peer()
     await peer.call(1, commands.Queue.Declare(queue="attack"))
@@ -383,7 +385,7 @@ async def many_bindings(target: _Target) -> AsyncIterator[None]:
     await _forever(step)
 
 
-async def http_strangers(target: _Target) -> AsyncIterator[None]:
+async def http_strangers(target: Target) -> AsyncIterator[None]:
     """Requests without the token for the description, the health and forbidden pages, and many idle connections."""
     parts = urlsplit(target.http_url)
     paths = ("/api/openapi.json", "/api/health", "/api/queues", "/")
@@ -405,7 +407,7 @@ async def http_strangers(target: _Target) -> AsyncIterator[None]:
     await asyncio.gather(_forever(step, 8), _forever(silent, target.of(500)))
 
 
-async def metrics(target: _Target) -> AsyncIterator[None]:
+async def metrics(target: Target) -> AsyncIterator[None]:
     """Requests with the token for the metrics and the lists of 20,000 queues."""
     target.declare(target.of(20_000))
     yield
@@ -417,7 +419,7 @@ async def metrics(target: _Target) -> AsyncIterator[None]:
     await _forever(step, 2)
 
 
-async def event_streams(target: _Target) -> AsyncIterator[None]:
+async def event_streams(target: Target) -> AsyncIterator[None]:
     """A hundred event streams of a broker with 1,000 idle queues and one active queue."""
     target.declare(target.of(1000))
     parts = urlsplit(target.http_url)
@@ -442,7 +444,7 @@ async def event_streams(target: _Target) -> AsyncIterator[None]:
     await asyncio.gather(_forever(listen, 100), change())
 
 
-async def descriptors(target: _Target) -> AsyncIterator[None]:
+async def descriptors(target: Target) -> AsyncIterator[None]:
     """More connections than the broker has file descriptors."""
     yield
     kept: list[Any] = []
@@ -454,7 +456,7 @@ async def descriptors(target: _Target) -> AsyncIterator[None]:
     await _forever(step, 50)
 
 
-async def unread_replies(target: _Target) -> AsyncIterator[None]:
+async def unread_replies(target: Target) -> AsyncIterator[None]:
     """Requests of ten peers that never read the replies."""
     yield
     request = frame.marshal(commands.Queue.Declare(queue="attack"), 1) * 1000
@@ -487,18 +489,19 @@ _HERE: tuple[Attack, ...] = (waiting_publishes, regular_expression, http_strange
 ATTACKS = {each.__name__: each for each in (*_EVERYWHERE, *_HERE)}
 
 
-async def _clear(target: _Target) -> None:
+async def clear(target: Target) -> None:
     """Delete the queues of earlier attacks."""
     peer = await target.peer()
     for name in ("attack", "expires", *(f"attack {number}" for number in range(2000))):
         await peer.call(1, commands.Queue.Delete(queue=name))
     peer.writer.close()
+    await peer.writer.wait_closed()
 
 
-async def _child(name: str, target: _Target) -> None:
+async def _child(name: str, target: Target) -> None:
     if not target.http_url:
         # The broker ran before, so it can have these queues, with other arguments.
-        await _clear(target)
+        await clear(target)
     run = ATTACKS[name](target)
     await anext(run)
     print("ready", flush=True)
@@ -678,7 +681,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", type=float, default=1.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
-        asyncio.run(_child(options.child, _Target(options.url, options.http_url, options.scale)))
+        asyncio.run(_child(options.child, Target(options.url, options.http_url, options.scale)))
         return 0
     names = options.only.split(",") if options.only else [each.__name__ for each in _EVERYWHERE]
     if not options.only and not options.url:

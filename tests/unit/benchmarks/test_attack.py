@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.attack import ATTACKS, LIMIT, MOST_LOG, ROUND_TRIP, Result, attack
+from benchmarks.attack import ATTACKS, LIMIT, MOST_LOG, ROUND_TRIP, Result, Target, clear
 from checks.change import BROKERS, stages
 from qflow_client.broker import Broker
 
@@ -39,12 +40,12 @@ def test_the_limits_for_memory_and_round_trip_can_be_replaced() -> None:
     assert result.missed(factor=2.9, round_trip=0.4) == ["memory", "round trip"]
 
 
-def test_the_queues_of_earlier_attacks_on_a_running_broker_are_deleted_before_the_next_attack() -> None:
+def test_the_queues_of_earlier_attacks_on_a_running_broker_are_deleted() -> None:
     with Broker() as broker:
-        broker.declare_queue("attack", arguments={"x-max-length": 7})
-        found = attack("dead_letters", seconds=0.1, scale=0.01, url=broker.url)
-        assert (found.attack, found.lost) == ("dead_letters", 0)
-        assert broker.queue("attack").arguments == {"x-dead-letter-exchange": "amq.fanout"}
+        for name in ("attack", "expires", "attack 0", "attack 1499", "other"):
+            broker.declare_queue(name)
+        asyncio.run(clear(Target(broker.url, "", 1.0)))
+        assert [queue.name for queue in broker.queues()] == ["other"]
 
 
 def test_the_stage_attacks_of_the_change_check_names_only_existing_attacks(tmp_path: Path) -> None:
