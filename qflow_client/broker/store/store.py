@@ -31,6 +31,11 @@ __all__ = ["BodyReader", "Store"]
 # "qBrk" in ASCII.
 _APPLICATION_ID = 0x7142726B
 _VERSION = 2
+# Numbers of deleted queues that were not empty yet when they were deleted, until the next start of a broker.
+_DELETED_TABLE = """CREATE TABLE deleted (
+        number INTEGER PRIMARY KEY,
+        checksum INTEGER NOT NULL
+    )"""
 _TABLES = (
     """CREATE TABLE queue (
         number INTEGER PRIMARY KEY,
@@ -67,11 +72,7 @@ _TABLES = (
         header BLOB NOT NULL,
         body BLOB NOT NULL
     )""",
-    # Numbers of deleted queues that were not empty yet when they were deleted, until the next start of a broker.
-    """CREATE TABLE deleted (
-        number INTEGER PRIMARY KEY,
-        checksum INTEGER NOT NULL
-    )""",
+    _DELETED_TABLE,
     # Damaged rows of all tables. `name` is the table and row number, `why` the error, and `content` the row as text.
     """CREATE TABLE damaged (
         number INTEGER PRIMARY KEY,
@@ -185,7 +186,7 @@ class Store:
         for table in _TABLES:
             if table.encode() in there:
                 continue
-            if " deleted (" in table:
+            if table is _DELETED_TABLE:
                 # Earlier commits did not have this table.
                 self._file.execute(table)
             else:
