@@ -48,6 +48,7 @@ _PYTHON: Final = ".tox/interop/bin/python"
 _HOUR: Final = 3600.0
 # With these variables a test makes more effort than in CI, and may take longer.
 _NIGHTLY: Final = {"QFLOW_EFFORT": "nightly", "PYTEST_ADDOPTS": "-o timeout=3600"}
+_MANY_MESSAGES: Final = f"{_PYTHON} -m benchmarks.soak --minutes 5 --rate 50000 --many 200"
 _COMPATIBILITY: Final = {"QFLOW_COMPATIBILITY": "docs/compatibility.json"}
 _SUITES: Final = ("amqplib", "amqp091-go", "aio-pika", "py-amqp")
 _REQUIRED: Final = {"CI": "true", "QFLOW_REQUIRE_BROKERS": "1", "QFLOW_REQUIRE_BROWSER": "1"}
@@ -137,11 +138,12 @@ PARTS: Final[Mapping[str, Part]] = {
         ],
     ),
     "soak": Part(
-        "connections cut and brokers killed under load",
+        "connections cut and brokers killed under load, with ten million messages",
         [
             _step("environment", f"{_TOX} -e interop --notest"),
-            _step("RabbitMQ", f"{_PYTHON} -m benchmarks.soak --minutes 40 --broker rabbitmq --seed $RANDOM", hours=1.5),
-            _step("embedded broker", f"{_PYTHON} -m benchmarks.soak --minutes 20 --broker embedded --seed $RANDOM"),
+            _step("RabbitMQ", f"{_PYTHON} -m benchmarks.soak --minutes 20 --broker rabbitmq --seed $RANDOM"),
+            _step("messages, RabbitMQ", f"{_MANY_MESSAGES} --broker rabbitmq --messages 2e6 --seed $RANDOM"),
+            _step("messages, embedded", f"{_MANY_MESSAGES} --broker embedded --messages 8e6 --seed $RANDOM", hours=1.5),
         ],
     ),
     "cluster": _cluster(range(5)),

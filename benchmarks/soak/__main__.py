@@ -127,9 +127,19 @@ def soak(broker: SoakBroker, options: argparse.Namespace) -> tuple[Soak, dict[st
             # Half-open connections are detected within about 15 seconds, because both libraries wait for several
             # heartbeats.
             urls = tuple(f"{proxy.url}?heartbeat=3" for proxy in proxies)
-            rate = options.rate / 2
-            history = parts[part] if parts else None
-            return Job(urls, QUEUE, first, senders, _PRODUCERS, rate, options.seed, _PATIENCE, broker.settings, history)
+            return Job(
+                urls,
+                QUEUE,
+                first,
+                senders,
+                _PRODUCERS,
+                options.rate / 2,
+                options.seed,
+                _PATIENCE,
+                broker.settings,
+                parts[part] if parts else None,
+                options.many,
+            )
 
         workers = [_Worker(run_threads, job(0, 0, _THREADS)), _Worker(run_tasks, job(1, _THREADS, _TASKS))]
         history = History(parts[2] if parts else None)
@@ -238,20 +248,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="embedded: ours, with a message store; cluster: three nodes of RabbitMQ",
     )
     parser.add_argument("--rate", type=float, default=400.0, help="messages a second while nothing holds them")
+    parser.add_argument("--many", type=int, default=5, help="messages of one call of send_many")
     parser.add_argument("--seed", type=int, default=0, help="of faults and senders")
+    parser.add_argument(
+        "--messages",
+        type=float,
+        default=1,
+        help="repeat with the next seed and an empty broker until this number of messages has been accepted",
+    )
     parser.add_argument("--history", metavar="FILE", help="write what happened, for benchmarks.soak.history and others")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    with BROKERS[options.broker]() as broker:
-        result, about = soak(broker, options)
-    lines = audit(result)
-    if options.json:
-        print(json.dumps(about | to_json(result, lines), indent=2))
-    for line in lines:
-        print(describe(line), file=sys.stderr if options.json else sys.stdout)
-    if not all(line.passed for line in lines):
-        return 1
-    print_proof(sum(journal.calls.count(ACCEPTED) for journal in result.journals), "messages through faults")
+    accepted = 0
+    while accepted < options.messages:
+        with BROKERS[options.broker]() as broker:
+            result, about = soak(broker, options)
+        lines = audit(result)
+        if options.json:
+            print(json.dumps(about | to_json(result, lines), indent=2))
+        for line in lines:
+            print(describe(line), file=sys.stderr if options.json else sys.stdout)
+        if not all(line.passed for line in lines):
+            return 1
+        accepted += sum(journal.calls.count(ACCEPTED) for journal in result.journals)
+        _say(f"{accepted:,} messages accepted with the seeds up to {options.seed}")
+        options.seed += 1
+    print_proof(accepted, "messages through faults")
     return 0
 
 

@@ -44,8 +44,6 @@ _REPORT = 0.5
 _TIMEOUTS = (0.02, 0.1, 0.3, 1.0, 3.0, None)
 # Possible timeouts of other calls in seconds.
 _WAITS = (0.01, 0.1, 0.5)
-# Number of messages of one `send_many`.
-_MANY = 5
 # Maximum number of receipts that a sender keeps before it waits for the oldest receipt.
 _KEPT = 2000
 # Maximum seconds for which a sender waits for the oldest receipt.
@@ -63,10 +61,11 @@ class Job:
         first_sender: number of the first sender of the process.
         senders: number of threads or tasks.
         producers: number of producers that the threads or tasks share.
-        rate: total messages per second while the producers are not held.
+        rate: approximate messages per second in total while the producers are not held.
         patience: maximum seconds until all messages are settled at the end.
         more: additional settings of producers for this broker.
         history: history file of the process; None for no file.
+        many: number of messages of one `send_many`.
     """
 
     urls: tuple[str, ...]
@@ -79,6 +78,7 @@ class Job:
     patience: float
     more: Mapping[str, Any]
     history: str | None = None
+    many: int = 5
 
     def settings(self, index: int) -> dict[str, Any]:
         """Return the settings of a producer. Four consecutive producers have different capacities."""
@@ -172,7 +172,8 @@ class _Sender:
         self._waits = isinstance(producer, AsyncProducer)
         self._rest = rest
         self._random = Random(f"{job.seed} {self._journal.sender}")
-        self._pace = job.senders / job.rate
+        self._many = job.many
+        self._pace = job.senders / job.rate * _messages_of_a_step(job.many)
         # Receipts to check; None if `on_delivery` gets the outcomes.
         self._kept: deque[Any] | None = None if _is_told(index % job.producers) else deque()
 
@@ -202,7 +203,7 @@ class _Sender:
                 receipts.append(producer.send_nowait(messages[0]))
         elif what < 930:
             # Each message gets the whole timeout.
-            with self._sending(_MANY, None) as (receipts, messages):
+            with self._sending(self._many, None) as (receipts, messages):
                 receipts += await self._come(producer.send_many(messages, timeout=timeout))
         elif what < 950:
             with self._deadline("flush", wait):
@@ -276,6 +277,11 @@ class _Sender:
         """Record the outcomes of the kept receipts that are settled."""
         while self._kept and self._kept[0].done:
             self._told(self._kept.popleft())
+
+
+def _messages_of_a_step(many: int) -> float:
+    """Return the average number of messages that one call of `_Sender._step` sends."""
+    return 0.9 + 0.03 * many
 
 
 def _is_told(index: int) -> bool:
