@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from qflow_client import Message, ProducerSettings, Receipt
@@ -18,6 +19,12 @@ CAPACITY = 8
 SENT = 12
 
 
+@cache
+def _settings(capacity: int) -> ProducerSettings:
+    # Made once, because fuzzing makes a client for each input.
+    return ProducerSettings(routing_key="q", capacity=capacity)
+
+
 class Client:
     """A tap and a producer, which are driven as by a public producer class."""
 
@@ -25,9 +32,7 @@ class Client:
         self.capacity = capacity
         self.tap = Tap()
         self.tap.frame_max = FRAME_MAX
-        self.protocol = ProducerProtocol(
-            ProducerSettings(routing_key="q", capacity=capacity), id_prefix="p-", now=0.0, wall_offset=0.0
-        )
+        self.protocol = ProducerProtocol(_settings(capacity), id_prefix="p-", now=0.0, wall_offset=0.0)
         self.protocol.reports.settled = []
         self.protocol.reports.events = []
         self.protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
