@@ -34,6 +34,8 @@ _HOST = "127.0.0.1"
 _PORTS = {"amqp": 5672, "amqps": 5671}
 # Receive buffer in bytes of the proxy's socket to each client. It is small, so that `stall` soon blocks the client.
 _RECEIVE_BUFFER = 1 << 18
+# Seconds without accepting if the system has no free file descriptor.
+_PAUSE = 1.0
 
 
 class Schedule:
@@ -204,20 +206,28 @@ class FaultProxy:
             listener.close()
             raise
         self._listener = listener
-        self._running.add_reader(listener.fileno(), self._accept)
+        self._accept_on(listener)
+
+    def _accept_on(self, listener: socket.socket) -> None:
+        if listener is self._listener:
+            self._running.add_reader(listener, self._accept, listener)
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
-            self._running.remove_reader(self._listener.fileno())
+            self._running.remove_reader(self._listener)
             self._listener.close()
             self._listener = None
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            client, _ = self._listener.accept()
-        except OSError:
+            client, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             # The client has already disconnected.
+            return
+        except OSError as error:
+            _log.warning("no connection can be accepted: %s; the next try is in %g s", error.strerror, _PAUSE)
+            self._running.remove_reader(listener)
+            self._running.call_later(_PAUSE, self._accept_on, listener)
             return
         self._accepted += 1
         connection = Relay(self._relays, self._accepted)

@@ -13,6 +13,7 @@ import pamqp.commands
 import pamqp.frame
 import pytest
 
+from qflow_client.testing import proxy as proxy_module
 from qflow_client.testing.proxy import FaultProxy
 from qflow_client.testing.relay import End
 
@@ -440,6 +441,27 @@ def test_after_the_fault_refuse_new_connections_are_refused_until_heal_and_exist
     proxy.heal()
     dial()[0].sendall(b"comes")
     assert proxy.accepted == 2
+
+
+def test_a_proxy_without_a_free_file_descriptor_pauses_accepting(
+    stack: ExitStack, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_module, "_PAUSE", 0.2)
+    tries: list[float] = []
+
+    class Exhausted(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            tries.append(time.monotonic())
+            if tries[-1] < tries[0] + 0.1:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", Exhausted)
+        proxy = stack.enter_context(FaultProxy(f"127.0.0.1:{listener.getsockname()[1]}"))
+    stack.enter_context(socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE))
+    stack.enter_context(listener.accept()[0])
+    assert len(tries) == 2
 
 
 def test_the_faults_of_a_proxy_schedule_occur_in_order_and_on_time(dial, proxy):
