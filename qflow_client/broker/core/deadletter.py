@@ -293,19 +293,16 @@ class DeadLetters:
         If the share is larger than `most`, do not send the letter: a later call sends it.
         """
         cost: float = 1
-        if message.is_lost:
-            queue.contents.count_drop(DropReason.DAMAGED)
-            if queue.storage is not None:
-                queue.storage.letter_done(message)
-        else:
+        # A message whose body is damaged on disk has no letter. Its death is already counted.
+        if not message.is_lost:
             try:
                 cost += self._publish(queue, message, reason, most - 1)
             except ChannelException as error:
                 _log.warning("queue '%s': a message is lost (%s): %s", queue.name, reason, error.text)
-            if cost > most:
-                self.died(queue, message, reason)
-            elif queue.storage is not None:
-                queue.storage.letter_done(message)
+        if cost > most:
+            self.died(queue, message, reason)
+        elif queue.storage is not None:
+            queue.storage.letter_done(message)
         return cost
 
     def _publish(self, queue: Queue, message: StoredMessage, reason: DropReason, most: float) -> int:

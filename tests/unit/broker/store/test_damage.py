@@ -243,3 +243,22 @@ def test_a_message_whose_body_cannot_be_read_from_disk_leaves_the_queue_and_bloc
     # A message that is consumed without acks has already left its queue.
     assert world.queue().contents.drops.get(DropReason.DAMAGED, 0) == (way != "get_no_ack")
     assert journal.damaged == 1
+
+
+def test_an_expired_message_whose_body_cannot_be_read_from_disk_counts_as_dropped_once():
+    journal = Journal(float)
+    world, disk = World(journal=journal), Disk(journal)
+    journal.on_lost = world.host.lost
+    client = world.client().channel()
+    client.declare(arguments={"x-dead-letter-exchange": "", "x-message-ttl": 1000})
+    client.publish()
+    contents = world.queue().contents
+    journal.evict(contents.ready[0].message)
+    disk.write()
+    disk.bodies = dict.fromkeys(disk.bodies)
+    world.tick(2)
+    disk.read()
+    world.tick(3)
+    assert journal.damaged == 1
+    assert not world.host.dead_letters.is_waiting
+    assert (contents.dropped, contents.drops) == (1, {DropReason.EXPIRED: 1})
