@@ -110,6 +110,8 @@ class _OnDisk:
                 oldest = "SELECT number, at FROM handled ORDER BY number LIMIT 1"
                 while (rows := file.rows(oldest)) and rows[0][1] <= end:
                     file.execute("DELETE FROM handled WHERE number = ?", rows[0][0])
+                # After the clock was set back, an id that does not expire yet may have a lower number.
+                file.execute("DELETE FROM handled WHERE id = ? AND at <= ?", message_id, end)
             added = file.execute("INSERT OR IGNORE INTO handled (id, at) VALUES (?, ?)", message_id, now)
             if added.rowcount:
                 file.execute("DELETE FROM handled WHERE number <= ?", (added.lastrowid or 0) - self._max_count)

@@ -7,6 +7,7 @@ import sqlite3
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,15 @@ def _die_half_way(path: Path) -> None:
     handle(deduplicator, "handled")
     with deduplicator.first_time("half handled"):
         os._exit(9)
+
+
+def test_an_expired_id_in_a_deduplicator_file_is_remembered_again_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    with Deduplicator(tmp_path / "ids", max_age=10) as deduplicator:
+        for now, message_id in (1000.0, "early"), (100.0, "twice"), (111.0, "twice"):
+            deduplicator._memory.clock = partial(float, now)
+            assert handle(deduplicator, message_id)
+        assert not handle(deduplicator, "twice")
+        assert not handle(deduplicator, "early")
 
 
 @pytest.mark.program
