@@ -76,8 +76,9 @@ DEFAULT: Any = _Default()
 
 # `close` waits at most this number of seconds for the broker's answer, and then at most as long for flow callbacks.
 GOOD_BYE = 3.0
-# Maximum seconds of each wait if the timeout of `close` has expired, or if an error ends the producer.
-BRIEF = 0.3
+# Maximum seconds of each wait if the timeout of `close` has expired, or if an error ends the producer. Up to three such
+# waits and `sync.link._CUT_GRACE` follow each other, and `close` must return within a second after its timeout.
+BRIEF = 0.2
 
 # Maximum bytes of one write to a socket. The value is small, because written bytes cannot be kept back when the broker
 # stops the channel. Above 128 KiB, the C library would request the memory of each chunk from the kernel, which is slow.

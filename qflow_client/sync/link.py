@@ -52,7 +52,7 @@ from qflow_client.upkeep import Upkeep
 __all__ = ["Link", "parameters", "url_parameters"]
 
 # Maximum seconds to wait until the I/O thread has aborted a connection. An abort needs no answer of the broker.
-_CUT_GRACE = 0.3
+_CUT_GRACE = 0.2
 # Seconds by which pika's time limits for connecting exceed `connect_timeout`, so that `connect_timeout` expires first.
 _MARGIN = 1.0
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiormq
 import pytest
@@ -465,3 +466,16 @@ def test_a_close_reports_messages_that_a_stuck_io_thread_never_settles(broker: B
     assert receipt.outcome in (Outcome.FAILED, Outcome.UNKNOWN)
     broker.wait_until(lambda b: not b.connections())
     assert receipt.outcome is Outcome.UNKNOWN or not bodies(broker)
+
+
+def test_the_waits_of_a_close_for_stuck_threads_end_within_a_second_after_its_timeout(
+    broker: Broker, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = Producer(broker.url, routing_key="q", outbox=path, on_delivery=lambda _receipt: None)
+    waits: list[float] = []
+    with monkeypatch.context() as patched:
+        # As if no thread ended: the I/O thread, for which `close` waits twice, the callback thread and the writer.
+        patched.setattr(threading.Thread, "join", lambda _thread, timeout: waits.append(timeout))
+        producer.close(timeout=0)
+    assert len(waits) == 4
+    assert sum(waits) < 0.9
