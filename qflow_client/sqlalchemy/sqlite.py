@@ -14,6 +14,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from sqlalchemy import Connection, Engine, bindparam, case, delete, exists, insert, orm, text, update
 from sqlalchemy import func as sql
@@ -46,11 +47,17 @@ def _close_locks_in_child() -> None:
 after_fork_in_child(_close_locks_in_child)
 
 
+def _path_of(connection: Connection | orm.Session) -> str:
+    """Return the path of the database's file; an empty string if the database is in memory."""
+    path: str = connection.execute(text("PRAGMA database_list")).first()[2]  # type: ignore[index]
+    # A database of SQLite's VFS `memdb` has a name, but no file.
+    return path if Path(path).is_file() else ""
+
+
 def relay_of(connection: Connection | orm.Session) -> tuple[int | None, tuple[str, ...]]:
     """Return the number of working relays (``None`` if it is unknown), and the holds of each relay that has holds."""
-    path = connection.execute(text("PRAGMA database_list")).first()[2]  # type: ignore[index]
+    path = _path_of(connection)
     if not path:
-        # The database is in memory.
         return None, ()
     try:
         descriptor = os.open(f"{path}.relay", os.O_RDONLY | os.O_CLOEXEC)
@@ -98,10 +105,10 @@ class SqliteSession:
         self._connection = engine.connect()
         try:
             with self._connection.begin():
-                path = self._connection.execute(text("PRAGMA database_list")).first()[2]  # type: ignore[index]
+                path = _path_of(self._connection)
             if not path:
                 raise RelayError(
-                    "a relay needs a database in a file, because a database in memory belongs to one thread"
+                    "a relay needs a database in a file, because a database in memory belongs to one thread or process"
                 )
             self._path = f"{path}.relay"
             with self._connection.begin(), suppress(IntegrityError):

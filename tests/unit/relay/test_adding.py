@@ -12,7 +12,8 @@ from sqlalchemy.orm import Session
 
 from qflow_client import Message, RoutedMessage
 from qflow_client.message import decode_message
-from qflow_client.sqlalchemy import Outbox
+from qflow_client.sqlalchemy import Outbox, RelayError
+from qflow_client.sqlalchemy.sqlite import SqliteSession
 from qflow_client.sqlalchemy.tables import PARTITIONS
 
 
@@ -160,3 +161,13 @@ def test_a_file_named_relay_in_the_current_folder_says_nothing_about_a_database_
     monkeypatch.chdir(tmp_path)
     with engine.begin() as connection:
         assert outbox.status(connection).relays is None
+
+
+def test_a_shared_database_in_memory_is_not_taken_for_a_file(outbox: Outbox) -> None:
+    engine = create_engine("sqlite:///file:/shared?vfs=memdb&uri=true")
+    outbox.metadata.create_all(engine)
+    with engine.begin() as connection:
+        assert outbox.status(connection).relays is None
+    with pytest.raises(RelayError, match="needs a database in a file"):
+        SqliteSession(engine, outbox.tables, 30.0)
+    engine.dispose()
