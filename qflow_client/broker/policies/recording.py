@@ -49,11 +49,13 @@ class _Record:
 class _Hold:
     """A current hold, caused by `count` flow controllers. Its next line covers the time from `begun`."""
 
-    __slots__ = ("begun", "count", "since")
+    __slots__ = ("begun", "count", "queue", "since")
 
     def __init__(self, at: int) -> None:
         self.since = self.begun = at
         self.count = 1
+        # The queue that delays confirms. A queue that is being deleted may have the same name. None for other reasons.
+        self.queue: QueueView | None = None
 
 
 class FlowRecorder:
@@ -153,11 +155,13 @@ class FlowRecorder:
         record.filled_by.clear()
 
     def keeps_confirms(self, queue: QueueView, source: FlowSource | None) -> None:
-        if source is not None and (source, queue.name, "completion") not in self._holds:
-            self._raise((source, queue.name, "completion"))
+        if source is not None:
+            key = source, queue.name, "completion"
+            hold = self._holds.get(key) or self._raise(key)
+            hold.queue = queue
 
     def lets_confirms_go(self, queue: QueueView) -> None:
-        for key in [key for key in self._holds if key[1] == queue.name and key[2] == "completion"]:
+        for key in [key for key, hold in self._holds.items() if hold.queue is queue]:
             self._lift(key)
 
     def deleted(self, queue: QueueView) -> None:
@@ -213,9 +217,10 @@ class FlowRecorder:
                     line["causes"] = causes
         return line
 
-    def _raise(self, key: _Key) -> None:
+    def _raise(self, key: _Key) -> _Hold:
         hold = self._holds[key] = _Hold(self._now())
         self._write(self._hold_line(hold.since, "raised", key, hold))
+        return hold
 
     def _lift(self, key: _Key) -> None:
         hold = self._holds.pop(key)

@@ -189,6 +189,23 @@ def test_the_flow_log_records_the_end_of_a_wait_when_its_channel_ends_or_its_que
     assert len(lines) == count
 
 
+def test_C5_the_deletion_of_a_queue_ends_no_recorded_wait_for_a_new_queue_with_the_same_name(make_world) -> None:
+    world, lines = _recorded(make_world)
+    old, new = (world.client().channel(confirms=True) for _ in range(2))
+    declared = {"arguments": {**ARGUMENTS, "x-qflow-enforcement": "completion"}, "exclusive": True}
+    old.declare(**declared)
+    old.publish()
+    # The queues of a lost connection are deleted in slices. Their names are free before.
+    with world.host.slices.together():
+        old.session.lost()
+        new.declare(**declared)
+        new.publish(times=4)
+    assert [line["connection"] for line in _of(lines, "raised")] == ["client-2"]
+    assert _of(lines, "lifted") == []
+    _get(new, 4)
+    assert [line["connection"] for line in _of(lines, "lifted")] == ["client-2"]
+
+
 def test_the_last_line_of_a_deleted_queue_in_the_flow_log_counts_messages_that_are_still_leaving(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel().with_queue()
