@@ -170,8 +170,8 @@ class FlowLog:
     the folder finishes it.
 
     Callbacks of the producers, and a broker's loop, put events into a buffer. A thread writes the lines. If the disk
-    is slow and the buffer is full, events are lost, and a later line has their number. A forked child needs its own
-    log.
+    is slow or full, and the buffer is full, events are lost, and a later line has their number. A forked child needs
+    its own log.
 
     Args:
         folder: the folder, which is created if it does not exist.
@@ -217,6 +217,8 @@ class FlowLog:
         # Waiting lines, and events of producers. The writing thread converts the events to lines.
         self._waiting: deque[Line | tuple[_Watch, FlowEvent]] = deque()
         self._told_lost = 0
+        # Lines that were taken from `_waiting`, and that a full disk did not accept yet.
+        self._unwritten = b""
         self._watches: list[_Watch] = []
         self._lock = threading.Lock()
         # Protects the file and each `ProducerLines`. Usually only the writing thread takes this lock.
@@ -339,6 +341,8 @@ class FlowLog:
 
     def _write_waiting(self) -> None:
         with self._writing:
+            # If this raises an error, further lines stay in the buffer. Lines that do not fit there are counted.
+            self._write_out()
             lines: list[bytes] = []
             for line in self._take():
                 lines.append(_encode(line).encode())
@@ -348,13 +352,17 @@ class FlowLog:
                 line = {"at": microseconds(time.time()), "kind": "lost", "lost": self.lost - told}
                 lines.append(_encode(line).encode())
                 lines.append(b"\n")
-            if lines and self._file is not None:
-                data = b"".join(lines)
-                self._file.write(data)
-                self._file.flush()
-                self._size += len(data)
-                if self._size >= self._max_bytes:
-                    self._finish()
+            self._unwritten = b"".join(lines)
+            self._write_out()
+
+    def _write_out(self) -> None:
+        while self._unwritten and self._file is not None:
+            # If the disk is nearly full, this writes only the beginning.
+            written = self._file.write(self._unwritten)
+            self._unwritten = self._unwritten[written:]
+            self._size += written
+        if self._size >= self._max_bytes:
+            self._finish()
 
     def _take(self) -> Iterator[Line]:
         # Read the time before the queue, so that all events up to `at` are handled before `_tell` reports the holds.
@@ -406,26 +414,28 @@ class FlowLog:
         name = (
             f"flow-{socket.gethostname()}-{os.getpid()}-{id(self):x}-{time.time_ns() // 1000}-{self._serial:06}.jsonl"
         )
-        self._path = self.folder / f"{_UNFINISHED}{name}"
-        self._file = os.fdopen(open_private(self._path, os.O_WRONLY | os.O_APPEND | os.O_EXCL), "ab")
+        path = self.folder / f"{_UNFINISHED}{name}"
+        self._file = os.fdopen(open_private(path, os.O_WRONLY | os.O_APPEND | os.O_EXCL), "ab", buffering=0)
+        self._path = path
         lock(self._file)
         self._size = 0
         self._begun_at = time.monotonic()
 
     def _finish(self, *, last: bool = False) -> None:
-        file = self._file
-        if file is None:
+        file, path, size = self._file, self._path, self._size
+        if file is None or not (size or last):
             return
-        if self._size:
-            finished = self._path.with_name(self._path.name.removeprefix(_UNFINISHED))
-            self._path.rename(finished)
+        if last:
+            self._file = None
+        else:
+            # If this raises an error, nothing has changed, and a later call tries again.
+            self._open()
+        if size:
+            finished = path.with_name(path.name.removeprefix(_UNFINISHED))
+            path.rename(finished)
             self._finished.append(finished)
             while self._keep is not None and len(self._finished) > self._keep:
                 self._finished.popleft().unlink(missing_ok=True)
-        elif last:
-            self._path.unlink(missing_ok=True)
-        if self._size or last:
-            self._file = None
-            file.close()
-        if not last and self._file is None:
-            self._open()
+        else:
+            path.unlink(missing_ok=True)
+        file.close()

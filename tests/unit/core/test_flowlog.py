@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -11,11 +13,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from qflow_client import FlowEvent, FlowEventKind, FlowLog, FlowState
+from qflow_client import FlowEvent, FlowEventKind, FlowLog, FlowState, flowlog
 from qflow_client.flow import Hold
 from qflow_client.flowlog import ProducerLines
 
@@ -124,6 +126,50 @@ def test_flow_log_records_are_dropped_and_counted_if_the_disk_is_too_slow(tmp_pa
         assert log.lost == 5
     *kept, last = _lines(tmp_path)
     assert (len(kept), last["kind"], last["lost"]) == (10, "lost", 5)
+
+
+def test_flow_log_records_that_find_a_full_disk_are_written_when_there_is_room_again(tmp_path: Path) -> None:
+    room = 20
+
+    def write(data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data = data[:room]
+        room -= len(data)
+        return file.write(data)
+
+    with FlowLog(tmp_path, max_lines=10) as log:
+        assert log._file is not None
+        file = log._file
+        with log._writing:
+            log._file = cast(Any, SimpleNamespace(write=write, flush=file.flush, close=file.close))
+        log.write({"at": 0, "kind": "test"})
+        with pytest.raises(OSError, match="No space left"):
+            log.flush()
+        for number in range(1, 16):
+            log.write({"at": number, "kind": "test"})
+        assert log.lost == 5
+        room = 10_000
+        log.flush()
+    *kept, last = _lines(tmp_path)
+    assert ([line["at"] for line in kept], last["kind"], last["lost"]) == (list(range(11)), "lost", 5)
+
+
+def test_a_flow_log_that_could_not_create_its_next_file_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_path: Path, _flags: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with FlowLog(tmp_path) as log:
+        with monkeypatch.context() as patched:
+            patched.setattr(flowlog, "open_private", fail)
+            log.write({"at": 1, "kind": "test"})
+            with pytest.raises(OSError, match="Too many open files"):
+                log.rotate()
+        log.write({"at": 2, "kind": "test"})
+    assert [line["at"] for line in _lines(tmp_path)] == [1, 2]
 
 
 def test_a_new_flow_log_finishes_the_files_of_a_killed_process_but_not_files_in_use(tmp_path: Path) -> None:
