@@ -137,11 +137,14 @@ class Found:
             if outcome is Outcome.NACKED:
                 at = _monotonic()
                 flight = settling._unconfirmed.flight
-                last: dict[int, int] = {}
+                # The highest message number of each sender with a later tag. A retried message has a new tag.
+                highest: dict[int, int] = {}
                 for each in reversed(tuple(flight)):
                     sender, number = whose(flight[each].message.body)
                     is_nacked = each == tag or (multiple and (tag == 0 or each < tag))
-                    if last.setdefault(sender, number) > number and is_nacked:
+                    above = highest.get(sender, 0)
+                    highest[sender] = max(above, number)
+                    if above > number and is_nacked:
                         self.journals[sender - self.journals[0].sender].overtaken.add(number)
                         history.write("nacked", sender=sender, number=number, end=at)
             answer(settling, tag, multiple, outcome, now)

@@ -24,6 +24,7 @@ from benchmarks.soak.messages import Copy, body_of, is_long, read_copy, whose
 from benchmarks.soak.senders import Found, Job
 from qflow_client import Outcome
 from qflow_client.core.settling import Settling
+from qflow_client.recovery import Backoff
 from tests.unit.core.support import drain, make, send
 
 MESSAGES = 20
@@ -205,18 +206,22 @@ def test_a_sender_records_which_nacked_messages_later_messages_may_overtake(
     monkeypatch.setattr(Settling, "answer", Settling.answer)
     found, history = Found.of(Job((), "q", 1, 2, 1, 1.0, 0, 1.0, {})), History(str(tmp_path / "history"))
     found.note_nacks(history)
-    protocol = make()
+    protocol = make(retries=Backoff(1.0, 8.0, 0.0))
     for sender, number in (1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (1, 4):
         send(protocol, body_of(sender, number))
     drain(protocol)
     protocol.on_nack(2, False, 1.0)
-    protocol.on_ack(4, True, 1.0)
-    protocol.on_nack(5, False, 1.0)
-    protocol.on_nack(0, True, 1.0)
+    # The second copy of message 2 is now behind message 4.
+    protocol.on_timer(60.0)
+    assert drain(protocol, 60.0)
+    protocol.on_nack(4, False, 60.0)
+    protocol.on_ack(3, True, 60.0)
+    protocol.on_nack(5, False, 60.0)
+    protocol.on_nack(0, True, 60.0)
     history.close()
-    assert [journal.overtaken for journal in found.journals] == [{2}, set()]
-    nacked = json.loads((tmp_path / "history").read_text(encoding="utf-8"))
-    assert (nacked["what"], nacked["sender"], nacked["number"]) == ("nacked", 1, 2)
+    assert [journal.overtaken for journal in found.journals] == [{2, 3}, set()]
+    nacked = map(json.loads, (tmp_path / "history").read_text(encoding="utf-8").splitlines())
+    assert [(line["what"], line["sender"], line["number"]) for line in nacked] == [("nacked", 1, 2), ("nacked", 1, 3)]
 
 
 def test_the_audit_accepts_a_missed_deadline_if_the_process_got_no_cpu_time() -> None:
