@@ -1,8 +1,10 @@
 """A private cluster of RabbitMQ nodes. Tests can cut the links between the nodes.
 
-All nodes run on this machine. Each node has its own loopback address (127.0.0.2 and so on). To cut a link, iptables
-drops the packets between the addresses of two nodes, which needs root. As in a broken network, a node detects the cut
-only after about `NET_TICK_TIME` seconds. A cut drops no packets of clients, which connect from 127.0.0.1.
+All nodes run on this machine. Each node has its own loopback address. A cluster chooses a random network for its
+addresses (127.42.0.2, 127.42.0.3 and so on), so that a cut does not affect other clusters on this machine. To cut a
+link, iptables drops the packets between the addresses of two nodes, which needs root. As in a broken network, a node
+detects the cut only after about `NET_TICK_TIME` seconds. A cut drops no packets of clients, which connect from
+127.0.0.1.
 
 A node that is in the minority pauses, and disconnects its clients (``cluster_partition_handling = pause_minority``).
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import shutil
 import subprocess
@@ -108,7 +111,8 @@ class RabbitMQCluster:
         Path(self._folder.name).chmod(0o755)
         self._epmd_port = free_port(set())
         self._epmd: subprocess.Popen[bytes] | None = None
-        self._hosts = [f"127.0.0.{number}" for number in range(2, 2 + size)]
+        network = random.randrange(1, 255)
+        self._hosts = [f"127.{network}.0.{number}" for number in range(2, 2 + size)]
         cookie = secrets.token_hex(16)
         names = [_name(host) for host in self._hosts]
         #: The nodes, in the order of their addresses.
