@@ -192,10 +192,11 @@ PARTS: Final[Mapping[str, Part]] = {
         ],
     ),
     "spark": Part(
-        "Spark at size",
+        "Spark at size, and with RabbitMQ nodes killed under it",
         [
             _step("tests", f"{_TOX} -e spark", _NIGHTLY, hours=1.5),
             _step("depth", ".tox/spark/bin/python -m benchmarks.spark depth --rows 3000000 --partitions 2"),
+            _step("kills of nodes", ".tox/spark/bin/python -m benchmarks.spark_nodes"),
         ],
     ),
     "browser": Part("the console in Chromium", [_step("console", f"{_TOX} -e browser", _NIGHTLY)]),

@@ -95,14 +95,14 @@ class Cluster:
         if exc is not None:
             exc.add_note(self.logs())
 
-    def _start(self, name: str, *command: str) -> tuple[subprocess.Popen[bytes], Path]:
-        """Start a process, and return it and its log."""
+    def _start(self, name: str, *command: str, **environment: str) -> tuple[subprocess.Popen[bytes], Path]:
+        """Start a process with additional environment variables, and return it and its log."""
         log = self._folder / f"{name}.log"
         with log.open("wb") as file:
             # Start a process group, which also contains all processes that this process starts.
             process = subprocess.Popen(
                 [_SPARK_CLASS, *command],
-                env=self._environment,
+                env=self._environment | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -135,7 +135,7 @@ class Cluster:
             process.wait()
         self._processes.clear()
 
-    def submit(self, program: str, *arguments: str, py_files: Path, cores: int = 1) -> Program:
+    def submit(self, program: str, *arguments: str, py_files: Path, cores: int = 1, **environment: str) -> Program:
         """Run a program with ``spark-submit``.
 
         Args:
@@ -143,6 +143,7 @@ class Cluster:
             arguments: arguments of the program.
             py_files: zip file with modules for the executors.
             cores: number of cores of all executors together.
+            environment: additional environment variables of the driver. The executors do not get them.
         """
         file = self._folder / "program.py"
         file.write_text(program)
@@ -157,7 +158,7 @@ class Cluster:
         }
         options = [text for name, value in settings.items() for text in ("--conf", f"{name}={value}")]
         command = ["--master", self.url, *options, "--py-files", str(py_files), str(file), *arguments]
-        return Program(*self._start("driver", _SUBMIT, *command), self.logs)
+        return Program(*self._start("driver", _SUBMIT, *command, **environment), self.logs)
 
     def executors(self, worker: int) -> Sequence[int]:
         """Return the process ids of the executors of a worker."""
