@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pika
 
 from benchmarks.proof import print_proof
-from benchmarks.soak.audit import describe
+from benchmarks.soak.audit import describe, expect_enough, expect_none
 from benchmarks.soak.messages import Copy, body_of, read_copy
 from qflow_client.cli.demo.audit import AuditLine
 from qflow_client.testing.cluster import RabbitMQCluster
@@ -57,8 +57,6 @@ _CONNECTIONS = (
 )
 # Maximum seconds of each wait.
 _PATIENCE = 600.0
-# Maximum number of wrong rows that a line of the audit names.
-_NAMED = 5
 
 _PROGRAM = """
 import sys
@@ -144,45 +142,39 @@ def audit(run: Run) -> list[AuditLine]:
     ids: dict[int, set[str | None]] = {}
     for each in intact:
         ids.setdefault(each.copy.number, set()).add(each.message_id)
-    unmarked = Counter((each.copy.number, each.redelivered) for each in intact if not each.copy.marked)
+    # Copies without a mark. The broker has delivered those in `again` before.
+    unmarked, again = (
+        Counter(each.copy.number for each in intact if not each.copy.marked and each.redelivered is redelivered)
+        for redelivered in (False, True)
+    )
     second = len(intact) - len(ids)
+    second_again = sum(copies - (number not in unmarked) for number, copies in again.items())
     marked = sum(each.copy.marked for each in intact)
-    redelivered = sum((number, False) in unmarked for number, again in unmarked if again)
     return [
-        _none("confirmed and missing", f"{run.rows:,} confirmed", (n for n in range(run.rows) if n not in ids)),
-        _none(
+        expect_none("confirmed and missing", f"{run.rows:,} confirmed", [n for n in range(run.rows) if n not in ids]),
+        expect_none(
             "second copies neither marked nor redelivered",
-            f"{second:,} second copies, {redelivered:,} of them redelivered; {marked:,} of all rows read are marked",
-            (number for (number, again), copies in unmarked.items() if copies > 1 and not again),
+            f"{second:,} second copies, {second_again:,} of them redelivered; {marked:,} of all rows read are marked",
+            [number for number, copies in unmarked.items() if copies > 1],
         ),
-        _none("never sent, and read", f"{len(run.read):,} read", (number for number in ids if number >= run.rows)),
-        _none(
+        expect_none(
+            "never sent, and read", f"{len(run.read):,} read", [number for number in ids if number >= run.rows]
+        ),
+        expect_none(
             "not as it was sent",
             f"{len(run.read):,} read",
-            (f"at place {place}" for place, each in enumerate(run.read) if not each.copy.intact),
+            [f"at place {place}" for place, each in enumerate(run.read) if not each.copy.intact],
         ),
-        _none(
+        expect_none(
             "without exactly one message id",
             f"{len(ids):,} rows",
-            (number for number, found in ids.items() if len(found) > 1 or None in found),
+            [number for number, found in ids.items() if len(found) > 1 or None in found],
         ),
-        _enough("different nodes killed", len({kill.node for kill in run.kills}), run.nodes),
-        _enough("kills that cut a connection of the sink", sum(kill.sink > 0 for kill in run.kills), run.nodes),
-        _enough("kills of the queue's leader", sum(kill.is_leader for kill in run.kills), 1),
-        _enough("kills that ended the query of the source", run.source_ends, 1),
+        expect_enough("different nodes killed", len({kill.node for kill in run.kills}), run.nodes),
+        expect_enough("kills that cut a connection of the sink", sum(kill.sink > 0 for kill in run.kills), run.nodes),
+        expect_enough("kills of the queue's leader", sum(kill.is_leader for kill in run.kills), 1),
+        expect_enough("kills that ended the query of the source", run.source_ends, 1),
     ]
-
-
-def _none(statement: str, measured: str, wrong: Iterable[object]) -> AuditLine:
-    found = [*map(str, wrong)]
-    named = ", ".join([*found[:_NAMED], *(["…"] if len(found) > _NAMED else [])])
-    return AuditLine(f"{statement}: 0", measured, f"{len(found):,}: {named}" if found else "")
-
-
-def _enough(statement: str, found: int, least: int) -> AuditLine:
-    return AuditLine(
-        f"{statement}: {least:,} or more", f"{found:,}", f"{least - found:,} too few" if found < least else ""
-    )
 
 
 class _Queries:

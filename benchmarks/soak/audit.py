@@ -23,6 +23,8 @@ __all__ = [
     "audit",
     "audit_messages",
     "describe",
+    "expect_enough",
+    "expect_none",
     "percentile",
     "to_json",
 ]
@@ -143,15 +145,15 @@ def audit(soak: Soak) -> list[AuditLine]:
     too_late = [f"{own:.2f} s" for own in by_library if own > MOST_OVERRUN]
     return [
         *audit_messages(soak),
-        _none(
+        expect_none(
             f"back more than {MOST_OVERRUN:g} s after the deadline",
             f"{len(late):,} of {sum(overruns.deadlines for overruns, _ in soak.overruns):,} deadlines overrun, "
             f"p99.9 {percentile(by_library, 0.999):.3f} s",
             too_late,
         ),
-        _none("what must not happen", "exceptions, processes", soak.troubles),
-        _enough("connection faults", soak.connection_faults, soak.least_connection_faults),
-        _enough("broker kills", soak.broker_kills, soak.least_broker_kills),
+        expect_none("what must not happen", "exceptions, processes", soak.troubles),
+        expect_enough("connection faults", soak.connection_faults, soak.least_connection_faults),
+        expect_enough("broker kills", soak.broker_kills, soak.least_broker_kills),
     ]
 
 
@@ -206,27 +208,29 @@ def audit_messages(soak: Soak) -> list[AuditLine]:
                     missing.append(f"{number} of sender {sender}")
     told_again = [f"{number} of sender {journal.sender}" for journal in soak.journals for number in journal.told_again]
     return [
-        _none("confirmed and missing", f"{confirmed:,} confirmed", missing),
-        _none("accepted without an outcome", f"{accepted:,} accepted", without_outcome),
-        _none("told of more than once", f"{accepted:,} accepted", told_again),
-        _none("second copies without a mark", f"{second:,} second copies", unmarked_again),
-        _none(
+        expect_none("confirmed and missing", f"{confirmed:,} confirmed", missing),
+        expect_none("accepted without an outcome", f"{accepted:,} accepted", without_outcome),
+        expect_none("told of more than once", f"{accepted:,} accepted", told_again),
+        expect_none("second copies without a mark", f"{second:,} second copies", unmarked_again),
+        expect_none(
             "first copies out of the order of their sender",
             f"{len(journals):,} senders, and {overtaken:,} nacked while a later one was in flight",
             out_of_order,
         ),
-        _none("never accepted, and in the queue", f"{len(soak.queue):,} in the queue", never_sent),
-        _none("not as it was sent", f"{len(soak.queue):,} in the queue", broken),
-        _enough("messages confirmed", confirmed, 1),
+        expect_none("never accepted, and in the queue", f"{len(soak.queue):,} in the queue", never_sent),
+        expect_none("not as it was sent", f"{len(soak.queue):,} in the queue", broken),
+        expect_enough("messages confirmed", confirmed, 1),
     ]
 
 
-def _none(statement: str, measured: str, wrong: Sequence[str]) -> AuditLine:
-    named = ", ".join(chain(wrong[:_NAMED], ["…"] if len(wrong) > _NAMED else []))
+def expect_none(statement: str, measured: str, wrong: Sequence[object]) -> AuditLine:
+    """Return the condition that `wrong` is empty."""
+    named = ", ".join(chain(map(str, wrong[:_NAMED]), ["…"] if len(wrong) > _NAMED else []))
     return AuditLine(f"{statement}: 0", measured, f"{len(wrong):,}: {named}" if wrong else "")
 
 
-def _enough(statement: str, found: int, least: int) -> AuditLine:
+def expect_enough(statement: str, found: int, least: int) -> AuditLine:
+    """Return the condition that `found` is at least `least`."""
     return AuditLine(
         f"{statement}: {least:,} or more", f"{found:,}", f"{least - found:,} too few" if found < least else ""
     )
