@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 from qflow_client import telemetry
 from qflow_client.core.protocol import ProducerProtocol
@@ -99,7 +99,7 @@ class BaseEngine(ABC):
 
     def _new_protocol(self, receipt_type: type[Receipt], line: Line | None) -> ProducerProtocol:
         now = _monotonic()
-        return ProducerProtocol(
+        self.protocol = ProducerProtocol(
             self.settings,
             id_prefix=f"{uuid4().hex[:16]}-",
             receipt_type=receipt_type,
@@ -108,6 +108,18 @@ class BaseEngine(ABC):
             line=line,
             retries=retries(self.settings),
         )
+        if line is not None:
+            self._use_line(line)
+        return self.protocol
+
+    def _use_line(self, line: Line) -> None:
+        """Reject a line of another open producer, because each producer would admit the messages of both."""
+        other = _lines.get(id(line))
+        if other is not None and not other.ended and other.protocol.closed is None:
+            raise ValueError("line: another open producer uses this object; give each producer a line of its own")
+        _lines[id(line)] = self
+        # In a forked child, calls of the parent's threads may stand in the line.
+        line.clear()
 
     # Steps.
 
@@ -369,6 +381,8 @@ class BaseEngine(ABC):
 
 
 _engines: WeakSet[BaseEngine] = WeakSet()
+# The last engine that has used each line, by the id of the line.
+_lines: WeakValueDictionary[int, BaseEngine] = WeakValueDictionary()
 
 
 def watch_process(engine: BaseEngine) -> None:

@@ -81,12 +81,14 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             connect fails. The function is called again before the credentials expire, and the broker gets the new
             credentials (``Connection.UpdateSecret``). With ``None`` the producer uses the credentials of the URL.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
-        line: order of waiting calls of `send`, such as a `WeightedLine`; by default first come, first served (F4).
+        line: order of waiting calls of `send`, such as a `WeightedLine`; by default first come, first served (F4). Each
+            producer needs a line of its own.
         manager: can stop and start all of its producers together; by default the manager of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Raises:
         SettingsError: a setting has a value that is not allowed, or the connection was not made by `connect_async`.
+        ValueError: another open producer uses `line`.
     """
 
     _engine: Engine

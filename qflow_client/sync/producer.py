@@ -82,7 +82,8 @@ class Producer(BaseProducer[SyncReceipt]):
             to connect fails. The function is called again before the credentials expire, and the broker gets the new
             credentials (``Connection.UpdateSecret``). With ``None`` the producer uses the credentials of the URL.
         settings: the settings. A setting in `keywords` replaces the value in `settings`.
-        line: order of waiting calls of `send`, such as a `WeightedLine`; by default first come, first served (F4).
+        line: order of waiting calls of `send`, such as a `WeightedLine`; by default first come, first served (F4). Each
+            producer needs a line of its own.
         manager: the `FlowManager` that can stop and start the producer; by default `flow_manager`, that of the process.
         keywords: settings by name, see `ProducerSettings`.
 
@@ -95,6 +96,7 @@ class Producer(BaseProducer[SyncReceipt]):
         ConnectionFailed: no host accepted a connection, or no channel could be opened.
         OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used.
         TypeError: an argument has the wrong type.
+        ValueError: another open producer uses `line`.
     """
 
     _engine: Engine

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from qflow_client import FlowControlTimeout, Producer
+from qflow_client import AsyncProducer, FlowControlTimeout, Producer
 from qflow_client.broker import Broker
 from qflow_client.core.sendline import SendLine
 from qflow_client.flow import WeightedLine
 from tests.effort import rounds
 
+from .processes import in_child
 from .tools import PATIENCE, PATIENCE_WITH_JOBS, bodies, eventually, finish, hold, start, start_send, wait_in_line
 
 
@@ -184,6 +185,39 @@ def test_F4_a_weighted_waiting_line_serves_sending_threads_in_proportion_to_thei
         assert abs(came[:turns].count("orders") - turns * 3 / 4) <= 1
     assert came.count("orders") == came.count("mail") == 24
     assert producer.send_nowait(b"", source="mail").result(timeout=20)
+
+
+def test_F4_two_open_producers_cannot_share_a_waiting_line_because_each_would_admit_the_messages_of_both(
+    make_producer: Callable[..., Producer],
+) -> None:
+    line = WeightedLine()
+    first = make_producer(line=line)
+    with pytest.raises(ValueError, match="another open producer uses this object; give each producer a line of its"):
+        make_producer(line=line)
+    with pytest.raises(ValueError, match="another open producer"):
+        AsyncProducer(line=line)
+    first.close()
+    make_producer(line=line).send(b"").result(timeout=20)
+
+
+def test_F4_in_a_forked_child_a_new_producer_does_not_send_what_waits_in_the_line_of_the_parent(
+    broker: Broker,
+) -> None:
+    line = WeightedLine()
+    with Producer(broker.url, routing_key="q", line=line) as producer:
+        producer.pause()
+        job = start_send(producer, b"parent")
+
+        def send() -> None:
+            child = Producer(broker.url, routing_key="q", line=line)
+            child.pause()
+            child.resume()
+            child.send(b"child").result(timeout=20)
+
+        in_child(send)
+        producer.resume()
+        finish([job])
+    assert bodies(broker) == [b"child", b"parent"]
 
 
 def test_F4_after_random_arrivals_and_withdrawals_of_senders_the_waiting_line_is_empty(
