@@ -45,7 +45,8 @@ class Outcome(StrEnum):
     #: The message was never written.
     FAILED = "failed"
     #: At least a part was written. Before the answer, the connection or channel ended, or `delivery_timeout` passed.
-    #: In a forked child, all unsettled messages get this outcome, because only the parent gets the answers.
+    #: In a forked child, all unsettled messages get this outcome, because only the parent gets the answers. A copy or
+    #: pickle of an unsettled receipt has this outcome, because only the original gets the answer.
     UNKNOWN = "unknown"
     #: The message is still in the outbox, because its producer was closed, or did not deliver the message
     #: (``outbox_keep_undelivered``). The next producer with this outbox sends it, unless it is damaged or too old.
@@ -102,7 +103,12 @@ class Receipt:
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         _, slots = cast("tuple[None, dict[str, Any]]", super().__getstate__())
         # A waiter belongs to this process and to this receipt, so a copy has none.
-        return None, slots | {"_waiter": None}
+        slots["_waiter"] = None
+        if slots["_outcome"] is None:
+            # Otherwise a wait for the outcome of the copy would never end.
+            slots["_outcome"] = Outcome.UNKNOWN
+            slots["_reply"] = (0, "only the original of this copied receipt gets the broker's answer")
+        return None, slots
 
     @property
     def outcome(self) -> Outcome | None:

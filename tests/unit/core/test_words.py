@@ -275,3 +275,11 @@ def test_a_copy_of_a_receipt_does_not_contain_the_callers_that_wait_for_it() -> 
     for found in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert found._waiter is None
         assert repr(found) == repr(made)
+
+
+def test_the_outcome_of_a_copied_unsettled_receipt_is_unknown_because_only_the_original_gets_the_answer() -> None:
+    made = receipt()
+    for found in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert isinstance(found.error(), OutcomeUnknown)
+        assert found.describe().endswith("unknown (only the original of this copied receipt gets the broker's answer)")
+    assert made.outcome is None
