@@ -269,7 +269,9 @@ class Carrier:
         return False
 
     def connection_lost(self, error: BaseException | None) -> None:
-        self._end(lost(self._why or self.tap.closed or _words(error)))
+        # Without an error, pika's transport has read the end of the data.
+        why = "the broker closed the socket" if error is None else _words(error)
+        self._end(lost(self._why or self.tap.closed or why))
 
     # The methods below use the socket pair to pika.
 
