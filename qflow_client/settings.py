@@ -20,7 +20,7 @@ from typing import Any, Literal, Self, TypedDict
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.errors import SettingsError
-from qflow_client.redaction import HARMLESS, hide_password, is_clear, is_url, shown, shown_of_unknown
+from qflow_client.redaction import HARMLESS, hide_password, is_clear, is_url, printable, shown, shown_of_unknown
 
 __all__ = [
     "HostOrder",
@@ -44,7 +44,7 @@ __all__ = [
 _BETWEEN_URLS = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
 _PREFIX = "QFLOW_"
-# A variable whose name is at least this similar to the name of a setting (0 to 1) is reported as misspelt.
+# A variable or parameter whose name is at least this similar to a setting's (0 to 1) is reported as misspelt.
 _SIMILAR = 0.8
 
 # The default burst of a rate limit: the number of messages in this number of seconds.
@@ -532,7 +532,6 @@ class ProducerSettings:
                     f"{', '.join(known)}{hint}"
                 )
         environ = os.environ if environ is None else environ
-        _warn_of_misspelt(environ)
         values: dict[str, Any] = {}
         for name, setting in known.items():
             # Ignore an empty variable, because deployments often cannot remove a variable, and set it to "" instead.
@@ -541,6 +540,7 @@ class ProducerSettings:
         explicit = {} if settings is None else {name: getattr(settings, name) for name in settings._given}
         url = url if url is not None else explicit.get("url", values.get("url", _URL))
         check_setting("url", url)
+        _warn_of_misspelt(environ, url)
         # The query of the URL has precedence over the environment.
         query = _query_settings(url)
         values = {name: value for name, value in values.items() if name not in query}
@@ -553,7 +553,7 @@ class ProducerSettings:
 _SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.metadata}
 HARMLESS.update(_SETTINGS.keys() - {"url"})
 
-# Variables that are not settings, and whose names were already checked.
+# Variables and parameters that are not settings, and whose names were already checked.
 _examined: set[str] = set()
 
 
@@ -562,19 +562,28 @@ def variable(name: str) -> str:
     return _PREFIX + name.upper()
 
 
-def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
-    """Warn once about each variable whose name is similar to a setting's. Other names may belong to other programs."""
+def _warn_of_misspelt(environ: Mapping[str, str], url: str | Sequence[str]) -> None:
+    """Warn once about each variable, and each parameter of a URL, whose name is similar to a setting's.
+
+    Other variables may belong to other programs. Other parameters may belong to the connecting library.
+    """
     known = {variable(name) for name in _SETTINGS}
-    for name in environ:
-        if name.upper().startswith(_PREFIX) and name not in known and name not in _examined:
-            _examined.add(name)
-            near = get_close_matches(name.upper().removeprefix(_PREFIX), map(str.upper, _SETTINGS), 1, _SIMILAR)
-            if near:
-                warnings.warn(
-                    f"the environment variable {name} is not a setting of qflow_client and is ignored; did you mean "
-                    f"{variable(near[0])}?",
-                    stacklevel=4,
-                )
+    names: dict[str, tuple[str, Callable[[str], str]]] = {
+        f"the environment variable {name}": (name.upper().removeprefix(_PREFIX), variable)
+        for name in environ
+        if name.upper().startswith(_PREFIX) and name not in known
+    }
+    for each in _urls(url):
+        for name, _ in parse_qsl(urlsplit(each).query):
+            if name not in _SETTINGS and name not in HARMLESS:
+                names[f"the URL's parameter {printable(name)}"] = (name, str)
+    for what in names.keys() - _examined:
+        name, written = names[what]
+        _examined.add(what)
+        near = get_close_matches(name.lower(), _SETTINGS, 1, _SIMILAR)
+        if near:
+            words = f"{what} is not a setting of qflow_client and is ignored; did you mean {written(near[0])}?"
+            warnings.warn(words, stacklevel=4)
 
 
 def check_setting(name: str, value: Any) -> None:

@@ -574,6 +574,16 @@ def test_an_environment_variable_whose_name_is_almost_a_setting_causes_one_warni
 
 
 @pytest.mark.usefixtures("nothing_was_said")
+def test_a_parameter_of_a_url_whose_name_is_almost_a_setting_causes_one_warning() -> None:
+    urls = [f"{URL}?heartbeat=5&blocked_connection_timeout=5&ssl_options={{}}", f"{URL}?capcity=s3cr3t-pw"]
+    said = "the URL's parameter capcity is not a setting of qflow_client and is ignored; did you mean capacity?"
+    with pytest.warns(UserWarning, match=f"^{re.escape(said)}$") as warned:
+        assert load(urls).capacity == 1000
+    assert len(warned) == 1
+    assert load(urls).capacity == 1000
+
+
+@pytest.mark.usefixtures("nothing_was_said")
 def test_unrelated_environment_variables_cause_no_warning() -> None:
     words = [
         "REQUIRE_BROKERS",
