@@ -158,10 +158,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_path(value: Any) -> bool:
-    try:
-        return value is None or (bool(os.fspath(value)) and not is_url(value))
-    except TypeError:
-        return False
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    return value is None or (isinstance(value, str) and value != "" and "\0" not in value and not is_url(value))
 
 
 def _is_name(value: Any) -> bool:

@@ -190,7 +190,8 @@ class Engine(BaseEngine):
         except BaseException as error:
             self.ended = True
             try:
-                self.protocol.close(f"the producer could not connect: {error}", _monotonic())
+                why = str(error) or type(error).__name__
+                self.protocol.close(f"the producer could not connect: {why}", _monotonic())
                 self.unregister()
                 # Ctrl-C may cause a GeneratorExit. After this error the loop does not run, so do not wait.
                 if not isinstance(error, GeneratorExit):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qflow_client import AsyncProducer, FlowControlTimeout, Outcome, UndeliveredMessages
+from qflow_client import AsyncProducer, FlowControlTimeout, Outcome, ProducerClosed, UndeliveredMessages
 from qflow_client.broker import Broker
 from tests.effort import rounds
 from tests.integration.producer.tools import bodies
@@ -155,6 +155,17 @@ async def test_a_connect_that_is_cancelled_at_any_point_leaves_no_task_and_no_co
         await producer.close()
     await soon(lambda: not broker.connections())
     assert connected < 60
+
+
+async def test_the_error_of_a_send_after_a_cancelled_connect_names_the_cancellation(broker: Broker) -> None:
+    producer = AsyncProducer(broker.url, routing_key="q")
+    connecting = asyncio.create_task(producer.connect())
+    await asyncio.sleep(0)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    with pytest.raises(ProducerClosed, match=r"could not connect: CancelledError$"):
+        await producer.send(b"")
 
 
 @pytest.mark.parametrize("seed", range(rounds(4)))

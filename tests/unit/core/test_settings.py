@@ -264,6 +264,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("when_flowed", None, "'block', 'raise' or 'spill'"),
     ("outbox", "", "None or the path of a file"),
     ("outbox", 1, "None or the path of a file"),
+    ("outbox", b"o", "None or the path of a file"),
+    ("outbox", "o\0", "None or the path of a file"),
     ("outbox_max_bytes", 0, "a whole number of bytes, at least 1"),
     ("outbox_max_age", 0.0, "None (for ever) or seconds, more than 0"),
     ("outbox_full", "spill", "'block' or 'raise'"),
