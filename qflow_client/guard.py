@@ -24,7 +24,7 @@ from typing import Final, TypeVar
 from qflow_client.errors import NestedCall
 from qflow_client.forks import after_fork_in_child
 
-__all__ = ["LOOPS", "NOT_TAKEN", "Guard", "NotTaken", "check_can_wait", "is_inside", "serve", "take"]
+__all__ = ["LOOPS", "NOT_TAKEN", "Guard", "NotTaken", "check_can_wait", "is_inside", "is_serving", "serve", "take"]
 
 _T = TypeVar("_T")
 
@@ -53,6 +53,11 @@ _serving: set[int] = set()
 def is_inside() -> bool:
     """Return True if this thread is inside a step of any producer."""
     return get_ident() in _inside
+
+
+def is_serving() -> bool:
+    """Return True if this thread runs the loop of a connection (`serve`)."""
+    return get_ident() in _serving
 
 
 def check_can_wait(

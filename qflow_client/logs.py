@@ -1,4 +1,4 @@
-"""Passes log messages of this package to the log handlers of the application.
+"""Passes log messages of this package, and of pika on its I/O threads, to the log handlers of the application.
 
 A log handler is code of the application. The handler may block, raise an exception, or send with the same producer. So
 no handler runs on a thread that a connection needs, or inside a step of a producer (see `core.step`). The calling
@@ -19,8 +19,9 @@ from typing import Any
 
 from qflow_client.core.reporting import LogEntry, is_logged, log_entry
 from qflow_client.forks import after_fork_in_child
+from qflow_client.guard import is_serving
 
-__all__ = ["flush_logs", "log", "write_log"]
+__all__ = ["flush_logs", "log", "take_over", "write_log"]
 
 logger = logging.getLogger("qflow_client")
 
@@ -99,7 +100,7 @@ class _Writer:
             record.put(None)
             return
         try:
-            logger.handle(record)
+            logging.getLogger(record.name).handle(record)
             dropped, self._dropped = self._dropped, 0
             if dropped:
                 text = "%d log records were dropped, because the log handlers are too slow"
@@ -155,6 +156,26 @@ def _put(entry: LogEntry, error: BaseException | None = None) -> None:
     except Exception:
         # The application may have its own record factory or class of records, which has raised the exception.
         _complain()
+
+
+def take_over(package: str) -> None:
+    """Log the records of a library's loggers on the logging thread if the loop of a connection has created them."""
+    for name in tuple(logging.root.manager.loggerDict):
+        if name == package or name.startswith(f"{package}."):
+            logging.getLogger(name).addFilter(_take_over)
+
+
+def _take_over(record: logging.LogRecord) -> bool:
+    """Filter the records of a logger: the writer handles the records of a connection's loop again."""
+    if not is_serving():
+        return True
+    try:
+        # Format the text now, because the arguments may change.
+        record.msg, record.args = record.getMessage(), None
+        _writer.put(record)
+    except Exception:
+        _complain()
+    return False
 
 
 def flush_logs(timeout: float) -> bool:

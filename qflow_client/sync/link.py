@@ -28,7 +28,7 @@ from qflow_client.amqp.tap import Tap
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import SettingsError
 from qflow_client.guard import Guard, serve
-from qflow_client.logs import log
+from qflow_client.logs import log, take_over
 from qflow_client.recovery import Reconnection, is_final
 from qflow_client.redaction import shown, words_of
 from qflow_client.renewal import Answer, Asker, Failure
@@ -50,6 +50,9 @@ from qflow_client.topology import Declaration, Topology
 from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link", "parameters", "url_parameters"]
+
+# Otherwise a log handler that waits for a producer would stop the I/O thread that could end the wait.
+take_over("pika")
 
 # Maximum seconds to wait until the I/O thread has aborted a connection. An abort needs no answer of the broker.
 _CUT_GRACE = 0.2

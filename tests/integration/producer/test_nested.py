@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import gc
 import itertools
+import logging
 import threading
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -19,7 +20,7 @@ from qflow_client.broker import Broker
 from tests.effort import rounds
 from tests.interrupting import EVERY, each_interrupt
 
-from .tools import PATIENCE, PATIENCE_WITH_JOBS, eventually, start
+from .tools import PATIENCE, PATIENCE_WITH_JOBS, bodies, eventually, start, wait_held
 
 
 def pause(producer: Producer | AsyncProducer) -> None:
@@ -279,6 +280,30 @@ def test_E2_a_call_that_would_wait_on_the_io_thread_of_the_connection_raises_an_
         assert not producer.closed
         producer.resume()
     assert broker.queue("q").depth == 1
+
+
+def test_E2_a_log_handler_that_waits_for_a_connection_does_not_stop_the_thread_that_connects_and_logs(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Sender(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.name == "app":
+                # The thread holds the lock of the handler while it waits.
+                producer.send(record.getMessage().encode(), timeout=PATIENCE)
+
+    caplog.set_level(logging.INFO)
+    producer = Producer(broker.url, routing_key="q", reconnect_delay=0.5)
+    sender = Sender()
+    logging.getLogger().addHandler(sender)
+    try:
+        broker.drop_connections()
+        wait_held(producer, "disconnected")
+        logging.getLogger("app").info("hello")
+    finally:
+        logging.getLogger().removeHandler(sender)
+    producer.close()
+    assert bodies(broker) == [b"hello"]
+    assert any(record.name.startswith("pika.") and "qflow-io" in str(record.threadName) for record in caplog.records)
 
 
 def test_E2_a_signal_handler_may_send_with_another_producer_of_the_same_connection_inside_a_send(
