@@ -528,7 +528,8 @@ class SharedLink(ChannelIO):
             self._opened.cancel()
             self.close(BRIEF)
             if isinstance(error, TimeoutError):
-                raise no_answer(self.url, timeout) from None
+                closed = self._carrier.tap.closed
+                raise (self._failed(lost(closed)) if closed else no_answer(self.url, timeout)) from None
             raise
 
     def close(self, timeout: float) -> None:

@@ -36,6 +36,18 @@ def channels(broker: Broker) -> list[int]:
 
 
 @pytest.mark.parametrize("robust", [False, True])
+async def test_a_connect_whose_shared_connection_is_closed_meanwhile_says_so_and_raises_no_cancelled_error(
+    broker: Broker, robust: bool
+) -> None:
+    connection = await connect_async(broker.url, robust=robust)
+    opening = asyncio.create_task(AsyncProducer(connection=connection, routing_key="q").connect())
+    await asyncio.sleep(0)
+    await connection.close()
+    with pytest.raises(ConnectionFailed, match="the connection is lost: it was closed"):
+        await opening
+
+
+@pytest.mark.parametrize("robust", [False, True])
 async def test_a_shared_connection_is_a_complete_aio_pika_connection(broker: Broker, robust: bool) -> None:
     connection = await connect_async(broker.url, robust=robust, client_properties={"connection_name": "shop"})
     assert isinstance(connection, aio_pika.RobustConnection if robust else aio_pika.Connection)

@@ -335,6 +335,17 @@ def test_pika_and_producers_get_the_reason_if_the_broker_closes_their_connection
         connection.process_data_events(time_limit=None)
 
 
+def test_a_new_producer_gets_the_reason_if_the_broker_closes_its_connection(
+    connection: pika.BlockingConnection, broker: Broker
+) -> None:
+    broker.close_connections(320, "the operator's wish")
+    # The broker waits for the answer of the application, so it does not close the socket yet.
+    with pytest.raises(ConnectionFailed, match="the connection is lost: 320 the operator's wish"):
+        Producer(connection=connection, routing_key="q", connect_timeout=0.5)
+    with pytest.raises(pika.exceptions.ConnectionClosedByBroker, match="the operator's wish"):
+        connection.process_data_events(time_limit=None)
+
+
 def test_heartbeats_continue_while_the_application_is_busy_and_detect_a_dead_peer(
     connect: Callable[..., pika.BlockingConnection], broker: Broker, wire: Wire, proxy: Proxy
 ) -> None:
