@@ -120,6 +120,8 @@ class Outbox:
         # The last sequence and the last permitted sequence at the opening. An earlier process may have sent messages up
         # to these sequences, so these messages may be second copies.
         self._written_before: tuple[int, int] = last, self._noted.permitted_durable
+        # The messages of a deleted file, by sequence; known when the outbox is closed.
+        self._lost: dict[int, StoredMessage] = {}
         # The sequence of each message that is set aside, and the reason.
         self._damaged: dict[int, str] = dict.fromkeys(aside, "it was set aside before")
 
@@ -299,7 +301,20 @@ class Outbox:
             self._commit()
 
     def _commit(self, *, all_of_it: bool = True) -> None:
+        # SQLite itself would continue to write to a deleted file.
+        if self._is_gone():
+            raise OutboxError(f"{self.path}: the file was deleted or moved while it is in use")
         self._access.durable = self._noted.write(self._file, all_of_it=all_of_it)
+
+    def _is_gone(self) -> bool:
+        try:
+            self.path.stat()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            # It is not known whether the file exists.
+            return False
+        return False
 
     def read(self, after: int = 0, limit: int = 1000, max_bytes: int | None = None) -> list[StoredMessage]:
         """Commit, and then return messages that are not settled, in order.
@@ -375,9 +390,9 @@ class Outbox:
     def unwritten(self) -> dict[int, StoredMessage]:
         """Return the messages that are noted and not on disk; the keys are sequences.
 
-        After a failed `close`, these messages are not written any more.
+        After a failed `close`, these messages are not written any more. If the file was deleted, they are all messages.
         """
-        return self._noted.unwritten()
+        return self._lost | self._noted.unwritten()
 
     @property
     def is_closed(self) -> bool:
@@ -404,6 +419,8 @@ class Outbox:
         if self.is_closed:
             return
         try:
+            if self._is_gone():
+                self._lose()
             self._commit_if_dirty()
         except BaseException:
             self._noted.give_up()
@@ -413,6 +430,15 @@ class Outbox:
                 self._file.close()
             finally:
                 self._lock_file.release()
+
+    def _lose(self) -> None:
+        """Read the messages of a deleted file, because closing loses them. Raise an error if there are any."""
+        self._noted.write(self._file, all_of_it=True)
+        messages, _ = outboxfile.read(self._file, 0, self._noted.count, self._written_before, outboxfile.NOT_SET_ASIDE)
+        self._lost = {each.sequence: each for each in messages}
+        self._noted.count = 0
+        if messages:
+            raise OutboxError(f"{self.path}: the file was deleted or moved, and {len(messages)} messages with it")
 
     def __enter__(self) -> Self:
         return self

@@ -18,6 +18,7 @@ from qflow_client import (
     Message,
     MessageFailed,
     MessageStored,
+    NotDurable,
     Outbox,
     OutboxError,
     OutboxFull,
@@ -536,6 +537,18 @@ def test_a_forked_child_releases_the_outbox_even_if_a_thread_of_the_parent_held_
     producer.flush(timeout=PATIENCE)
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 2
     assert bodies(broker) == [b"sent", b"spilled"]
+
+
+def test_the_messages_of_a_deleted_outbox_are_reported_as_failed(spilling: Producer, path: Path) -> None:
+    receipts = [spilling.send(b"before")]
+    path.unlink()
+    with pytest.raises(NotDurable, match="the file was deleted or moved") as caught:
+        spilling.send(b"after", timeout=PATIENCE)
+    receipts.append(caught.value.receipt)
+    undelivered = leave(spilling)
+    assert [receipt.message.body for receipt in undelivered.receipts] == [b"before", b"after"]
+    assert [receipt.outcome for receipt in receipts] == [Outcome.FAILED] * 2
+    assert "(.stored)" not in str(undelivered)
 
 
 def test_a_relative_outbox_path_means_the_same_file_after_a_change_of_the_working_directory(

@@ -46,6 +46,34 @@ def bodies(outbox: Outbox) -> list[bytes]:
     return [stored.message.body for stored in outbox.read()]
 
 
+def test_a_deleted_file_of_an_outbox_accepts_no_message_and_close_reads_what_is_lost(path: Path) -> None:
+    outbox = Outbox(path)
+    one, two = put(outbox, b"1", b"2")
+    outbox.commit()
+    path.unlink()
+    outbox.settle(one)
+    (three,) = put(outbox, b"3")
+    with pytest.raises(OutboxError, match="the file was deleted or moved"):
+        outbox.wait_durable(three)
+    assert outbox.durable == two
+    with pytest.raises(OutboxError, match="deleted or moved, and 2 messages with it"):
+        outbox.close()
+    assert [stored.message.body for stored in outbox.unwritten().values()] == [b"2", b"3"]
+    assert outbox.is_closed
+
+
+def test_a_moved_file_of_an_outbox_accepts_messages_again_when_it_is_back(path: Path) -> None:
+    with Outbox(path) as outbox:
+        away = path.rename(path.with_suffix(".away"))
+        put(outbox, b"1")
+        with pytest.raises(OutboxError, match="the file was deleted or moved"):
+            outbox.commit()
+        away.rename(path)
+        assert outbox.commit() == 1
+    with Outbox(path) as outbox:
+        assert bodies(outbox) == [b"1"]
+
+
 def test_after_a_crash_the_outbox_has_all_durable_messages_in_order_and_no_settled_messages(path: Path) -> None:
     outbox = Outbox(path)
     one, two, three = put(outbox, b"1", b"2", b"3")
