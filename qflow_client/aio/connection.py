@@ -20,6 +20,7 @@ from aiormq.exceptions import (
     ChannelNotFoundEntity,
     ChannelPreconditionFailed,
     ConnectionCommandInvalid,
+    InvalidFrameError,
     ProbableAuthenticationError,
 )
 from yarl import URL
@@ -192,6 +193,10 @@ async def open_connection(connection: TappedConnection, url: str, timeout: float
         if isinstance(error, TimeoutError) and limit.expired():
             assert timeout is not None
             raise no_answer(url, timeout) from None
+        if isinstance(error, InvalidFrameError) and connection.tapped is not None and connection.tapped.tap.closed:
+            # This error of aiormq contains neither the code nor the text of the broker's Connection.Close.
+            code, _, text = connection.tapped.tap.closed.partition(" ")
+            error = AiormqConnectionClosed(int(code), text)
         if isinstance(error, Exception) and not isinstance(error, ConnectionFailed):
             raise connection_failed(url, words(error)) from error
         raise

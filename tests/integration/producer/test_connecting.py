@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from qflow_client import ConnectionFailed, FlowManager, Outcome, Producer, ProducerSettings, SettingsError, WhenFlowed
+from qflow_client import (
+    ConnectionFailed,
+    FlowManager,
+    Outcome,
+    Producer,
+    ProducerClosed,
+    ProducerSettings,
+    SettingsError,
+    WhenFlowed,
+)
 from qflow_client.broker import Broker
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.flow import WeightedLine
@@ -85,9 +94,14 @@ def test_connecting_with_a_wrong_password_raises_an_error(
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_connecting_to_a_virtual_host_that_does_not_exist_raises_an_error(broker: Broker) -> None:
-    with takes(0.0), pytest.raises(ConnectionFailed, match="nosuch"):
-        Producer(f"amqp://guest:guest@127.0.0.1:{broker.port}/nosuch")
+def test_connecting_to_a_virtual_host_that_does_not_exist_raises_an_error(
+    broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
+    url = f"amqp://guest:guest@127.0.0.1:{broker.port}/nosuch"
+    with takes(0.0), pytest.raises(ConnectionFailed, match=r"530.*NOT_ALLOWED - vhost 'nosuch' does not exist"):
+        make_producer(url)
+    with pytest.raises(ProducerClosed, match=r"530.*NOT_ALLOWED - vhost 'nosuch' does not exist"):
+        make_producer(url, connect_in_background=True).send(b"")
     broker.wait_until(lambda b: not b.connections())
 
 
