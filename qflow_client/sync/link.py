@@ -319,19 +319,26 @@ class Link(ChannelIO):
     def _declare(self, channel: Any, declarations: Iterator[Declaration]) -> None:
         """Make the declarations on `channel`, and then open the publishing channel."""
         channel.add_on_close_callback(lambda _channel, reason: ended(reason))
+        connection = channel.connection
         declaration: Declaration | None = None
+
+        def go_on(opening: Callable[[], object]) -> None:
+            # pika frees the number of `channel` after the callback, and the broker may allow only one channel.
+            self.services.add_callback_threadsafe(
+                lambda: opening() if connection.is_open and not self._leaves else None
+            )
 
         def ended(reason: BaseException) -> None:
             if isinstance(reason, (ChannelClosedByBroker, ConnectionClosedByBroker)) and declaration is not None:
                 if declaration.accepts(reason.reply_code):
-                    channel.connection.channel(on_open_callback=lambda other: self._declare(other, declarations))
+                    go_on(lambda: connection.channel(on_open_callback=lambda other: self._declare(other, declarations)))
                     return
                 is_final = declaration.is_final(reason.reply_code)
                 # If the broker closed the connection, and the reply code is not final, `_on_close` handles the loss.
                 if is_final or isinstance(reason, ChannelClosedByBroker):
                     self._fail(declaration.refusal(f"{reason.reply_code} {reason.reply_text}"), final=is_final)
-            elif channel.connection.is_open and not self._leaves:
-                self._publish_on(channel.connection)
+            else:
+                go_on(lambda: self._publish_on(connection))
 
         def declare_next(_ok: object = None) -> None:
             nonlocal declaration

@@ -82,6 +82,15 @@ def test_a_queue_that_the_topology_gives_only_by_name_may_exist_with_any_propert
     assert (empty.queue("q").depth, empty.queue("other").depth) == (1, 1)
 
 
+def test_one_channel_is_enough_to_declare_a_topology_and_publish(
+    make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
+) -> None:
+    # The producer needs three channels, because the broker closes the first one for the difference.
+    broker = make_broker(channel_max=1, arguments={"qpid.flow_stop_count": 5})
+    make_producer(broker.url, declare="q").send(b"1").result(PATIENCE)
+    assert bodies(broker) == [b"1"]
+
+
 def test_the_error_names_a_binding_of_the_topology_to_a_missing_object(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
