@@ -30,7 +30,7 @@ from qflow_client.errors import ConnectionFailed, SettingsError
 from qflow_client.recovery import is_final
 from qflow_client.redaction import HARMLESS, is_harmless, shown, words_of
 from qflow_client.settings import check_setting
-from qflow_client.skin import connection_failed, no_answer
+from qflow_client.skin import connection_failed, lost, no_answer
 from qflow_client.topology import Declaration
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "address_of",
     "channel_reply",
     "connect_async",
+    "failure_of",
     "final",
     "open_connection",
     "words",
@@ -78,6 +79,22 @@ def channel_reply(error: ChannelClosed | ConnectionCommandInvalid) -> tuple[int,
             return code, str(error.args[0])
     code, text = error.args
     return int(code or 0), str(text)
+
+
+def failure_of(url: str, error: BaseException) -> ConnectionFailed | None:
+    """Return the error to raise instead of `error`; ``None`` if `error` is a `ConnectionFailed` or not a failure."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        # If the application closes a connection, or aiormq finds it dead, aiormq cancels its own task. Its calls then
+        # raise the error of that task.
+        if task is not None and not task.cancelling():
+            return connection_failed(url, lost("it was closed, or the broker sent nothing, not even heartbeats"))
+    elif type(error) in (Exception, AiormqConnectionClosed) and not error.args:
+        # The application has closed the connection.
+        return connection_failed(url, lost("it was closed"))
+    elif isinstance(error, Exception) and not isinstance(error, ConnectionFailed):
+        return connection_failed(url, words(error))
+    return None
 
 
 class TappedConnection(aio_pika.Connection):
@@ -197,6 +214,6 @@ async def open_connection(connection: TappedConnection, url: str, timeout: float
             # This error of aiormq contains neither the code nor the text of the broker's Connection.Close.
             code, _, text = connection.tapped.tap.closed.partition(" ")
             error = AiormqConnectionClosed(int(code), text)
-        if isinstance(error, Exception) and not isinstance(error, ConnectionFailed):
-            raise connection_failed(url, words(error)) from error
+        if (failure := failure_of(url, error)) is not None:
+            raise failure from error
         raise

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from aiormq.exceptions import ChannelClosed, ConnectionClosed, ConnectionCommandInvalid
+from aiormq.exceptions import ChannelClosed, ConnectionCommandInvalid
 
-from qflow_client.aio.connection import channel_reply, words
+from qflow_client.aio.connection import channel_reply, failure_of
 from qflow_client.amqp.tap import Tap
-from qflow_client.errors import ConnectionFailed
 from qflow_client.settings import ProducerSettings
-from qflow_client.skin import connection_failed, lost, no_confirms
+from qflow_client.skin import connection_failed, no_confirms
 from qflow_client.topology import Topology
 
 __all__ = ["open_channel"]
@@ -44,21 +42,11 @@ async def open_channel(
     except BaseException as error:
         if number is not None:
             tap.detach(number)
-        is_wordless = type(error) in (Exception, ConnectionClosed) and not error.args
-        if is_wordless or (isinstance(error, asyncio.CancelledError) and not _is_cancelled()):
-            # The application has closed the connection. aiormq raises one of these errors, even a CancelledError.
-            raise connection_failed(url, lost("it was closed")) from error
-        if isinstance(error, ConnectionFailed) or not isinstance(error, Exception):
-            raise
         # The connection may have ended during any of the calls above.
-        raise connection_failed(url, words(error)) from error
+        if (failure := failure_of(url, error)) is not None:
+            raise failure from error
+        raise
     return channel, number
-
-
-def _is_cancelled() -> bool:
-    """Return True if the running task was cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def _declare(amqp: Any, topology: Topology, url: str) -> None:

@@ -144,3 +144,16 @@ def test_a_dead_connection_of_a_flowed_producer_is_detected_by_heartbeats_and_re
         assert holds(producer) == []
         assert bodies(broker) == [b"first", b"second", b"third"]
         assert proxy.accepted == 3
+
+
+def test_a_connection_that_is_found_dead_while_it_opens_is_a_failed_attempt(
+    make_producer: Callable[..., Producer], broker: Broker, silence: Silence
+) -> None:
+    with FaultProxy(broker.url) as proxy:
+        proxy.stall()
+        producer = make_producer(f"{proxy.url}?heartbeat=1", connect_in_background=True)
+        proxy.wait_until(lambda p: p.connections)
+        # aiormq finds the connection dead as soon as it is open, because its age is the time of its last frame.
+        silence.is_over(proxy.port)
+        proxy.heal()
+        assert producer.send(b"1").result(PATIENCE) is Outcome.CONFIRMED
