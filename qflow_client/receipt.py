@@ -15,7 +15,7 @@ from qflow_client.errors import (
     MessageStored,
     OutcomeUnknown,
 )
-from qflow_client.message import Message, RoutedMessage
+from qflow_client.message import REPUBLISHED, Message, RoutedMessage
 
 if TYPE_CHECKING:
     from qflow_client.amqp.frames import Prepared, Route
@@ -24,6 +24,8 @@ __all__ = ["RECEIPT_OVERHEAD", "UNDELIVERED", "Outcome", "Receipt"]
 
 _NO_ROUTE = 312
 _NOT_FOUND = 404
+# The header of a second copy, as it is in the encoded properties.
+_MARK = REPUBLISHED.encode()
 
 #: Approximate bytes of memory of a receipt and its message, without the body.
 RECEIPT_OVERHEAD = 512
@@ -148,8 +150,15 @@ class Receipt:
 
     @property
     def may_have_arrived(self) -> bool:
-        """Whether a copy of the message may be in the broker."""
-        return self._outcome not in (Outcome.RETURNED, Outcome.REJECTED, Outcome.FAILED)
+        """Whether a copy of the message may be in the broker.
+
+        The outcome is that of the last copy. An earlier copy may have arrived if the message was sent again.
+        """
+        return self._outcome not in (Outcome.RETURNED, Outcome.REJECTED, Outcome.FAILED) or self._is_second_copy
+
+    @property
+    def _is_second_copy(self) -> bool:
+        return self._prepared is not None and _MARK in self._prepared[1]
 
     @property
     def _failed(self) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qflow_client import Message, Outcome
+from qflow_client import Message, Outcome, UndeliveredMessages
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.message import REPUBLISHED
 
@@ -161,6 +161,21 @@ def test_a_returned_message_whose_ack_was_lost_with_the_connection_is_settled_as
     assert not other.done
     assert protocol.window.used == 1
     assert len(reopen(protocol)) == 1
+
+
+@pytest.mark.parametrize("outcome", [Outcome.RETURNED, Outcome.REJECTED])
+def test_a_message_may_have_arrived_if_only_its_second_copy_is_known_to_be_refused(outcome: Outcome) -> None:
+    protocol = make()
+    receipt = publish(protocol)
+    lose(protocol)
+    reopen(protocol)
+    if outcome is Outcome.RETURNED:
+        returned(protocol, receipt.message_id)
+        protocol.on_ack(1, False, 3.0)
+    else:
+        protocol.channel_closed(404, "no exchange", (60, 40), 3.0)
+    assert receipt.outcome is outcome
+    assert UndeliveredMessages([receipt]).unknown == (receipt.message,)
 
 
 @pytest.mark.parametrize("own_id", [None, "mine"])
