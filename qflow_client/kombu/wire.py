@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from struct import Struct
 from typing import Any
 
-from amqp.exceptions import RecoverableConnectionError, UnexpectedFrame
+from amqp.exceptions import RecoverableConnectionError
 from amqp.transport import SSLTransport, TCPTransport
 
 from qflow_client.amqp.frames import METHOD_FRAME, FrameError
@@ -321,7 +321,8 @@ class Wire:
             passed = self.tap.received(data, _monotonic())
         except FrameError as error:
             self.connected = False
-            raise UnexpectedFrame(str(error)) from error
+            # An OSError, so that kombu tries again, or tries the next host of a list.
+            raise ConnectionAbortedError(f"the data from the broker cannot be read: {error}") from error
         if passed:
             self._frames = self._frames[self._at :] + passed
             self._at = 0

@@ -467,6 +467,25 @@ def test_after_a_lost_connection_a_retry_of_kombu_reconnects_and_publishes(make_
     assert bodies(broker) == [b"one", b"two"]
 
 
+def test_kombu_tries_the_next_host_of_a_list_after_a_server_with_another_protocol(broker, stack):
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def serve() -> None:
+        client, _ = listener.accept()
+        with client:
+            # With unread bytes, the close would be a reset, which can overtake the answer.
+            client.recv(8)
+            client.sendall(b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
+
+    job = start(serve)
+    hosts = [f"amqp://guest:guest@127.0.0.1:{listener.getsockname()[1]}//", broker.url]
+    connection = Connection([host.replace("amqp", "qflow") for host in hosts], connect_timeout=PATIENCE)
+    stack.callback(connection.release)
+    connection.ensure_connection(max_retries=2, interval_start=0.01)
+    assert connection.connected
+    assert job.wait() is None
+
+
 def test_a_channel_that_is_reopened_after_the_broker_closed_it_obeys_the_brokers_flow(broker, connect):
     channel = connect(confirm_publish=True).default_channel
     publish(channel)
