@@ -28,6 +28,7 @@ from qflow_client import (
     Producer,
     ProducerFlowed,
     ProducerSettings,
+    Receipt,
     UndeliveredMessages,
     WhenFlowed,
 )
@@ -540,7 +541,7 @@ def test_a_forked_child_releases_the_outbox_even_if_a_thread_of_the_parent_held_
 
 
 def test_the_messages_of_a_deleted_outbox_are_reported_as_failed(spilling: Producer, path: Path) -> None:
-    receipts = [spilling.send(b"before")]
+    receipts: list[Receipt] = [spilling.send(b"before")]
     path.unlink()
     with pytest.raises(NotDurable, match="the file was deleted or moved") as caught:
         spilling.send(b"after", timeout=PATIENCE)
