@@ -179,7 +179,7 @@ class Channel(pyamqp.Channel):
         return super().send_method(sig, format, args, content, wait, callback, returns_tuple)
 
     def wait(self, method: Any, callback: Any = None, timeout: Any = None, returns_tuple: bool = False) -> Any:
-        """Wait for a method, as py-amqp does. The wait is limited while the broker reads nothing."""
+        """Wait for a method, as py-amqp does. `Connection.blocking_read` limits some of these waits."""
         connection = self.connection
         if connection is None:
             raise RecoverableConnectionError("connection already closed")

@@ -184,7 +184,10 @@ class Connection(pyamqp.Connection):
                 flow.look()
 
     def blocking_read(self, timeout: float | None = None) -> Any:
-        """Read, as py-amqp does. While the broker reads nothing, a wait for the answer to a method has a limit."""
+        """Read, as py-amqp does.
+
+        While the broker reads nothing, and during a close, a wait for the answer to a method has a limit.
+        """
         wire: Wire = self.transport
         if timeout is not None or not self._awaits:
             frame = wire.next_frame(timeout)
@@ -203,9 +206,11 @@ class Connection(pyamqp.Connection):
             except TimeoutError:
                 if wire.read_timeout is not None:
                     raise
-                if wire.tap.is_blocked or wire.unwritten:
+                # A program that closes a channel or the connection needs no answer, so it does not wait for ever.
+                closes = any(each.is_closing for each in (self.channels or {}).values() if each not in self.left)
+                if wire.tap.is_blocked or wire.unwritten or closes:
                     raise Unanswered(
-                        "the broker blocks the connection, or takes no bytes, and has not answered within "
+                        "the broker is silent, blocks the connection, or takes no bytes, and has not answered within "
                         f"{limit:.3g} s"
                     ) from None
 

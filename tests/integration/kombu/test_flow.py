@@ -420,6 +420,16 @@ def test_closing_a_connection_whose_socket_accepts_no_bytes_ends_at_the_deadline
     assert watch.kept(0.6), "the channel's good-bye and that of the connection"
 
 
+@pytest.mark.parametrize("has_channel", [True, False])
+def test_closing_a_connection_to_a_silent_broker_ends_at_the_deadline(connect, faulty, has_channel):
+    connection = connect(faulty.url, max_producer_flow_control_wait=0.3)
+    if has_channel:
+        publish(connection.default_channel)
+    faulty.stall()
+    with takes(0.3):
+        connection.release()
+
+
 def test_the_flow_manager_stops_and_starts_a_channel_of_kombu(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).default_channel
     events: list[Any] = []
