@@ -307,6 +307,9 @@ class Outbox:
         self._access.durable = self._noted.write(self._file, all_of_it=all_of_it)
 
     def _is_gone(self) -> bool:
+        # `access` takes half as long as `stat`, but it does not say why it fails.
+        if os.access(self.path, os.F_OK):
+            return False
         try:
             self.path.stat()
         except FileNotFoundError:
