@@ -227,7 +227,8 @@ class UndeliveredMessages(QflowError):
     Attributes:
         receipts: receipts of undelivered messages, in the order of admission. Messages in the outbox may be missing.
         stored: number of messages that stay in the outbox. The next producer sends them; the application must not.
-        dropped: number of further failed messages, whose receipts were dropped because of ``max_failed_bytes``.
+        dropped: number of further failed messages, whose receipts were dropped because of ``max_failed_bytes``, or
+            could not be read from a deleted outbox in time.
     """
 
     def __init__(self, receipts: Sequence[Receipt], text: str = "", *, stored: int = 0, dropped: int = 0) -> None:
@@ -239,7 +240,11 @@ class UndeliveredMessages(QflowError):
         unknown = sum(receipt.may_have_arrived for receipt in ours)
         first = f"; the first: {self.receipts[0].describe()}" if self.receipts else ""
         kept = f", {stored} that stay in the outbox, for the next producer on it (.stored)" if stored else ""
-        lost = f", {dropped} without receipts, because max_failed_bytes was reached (.dropped)" if dropped else ""
+        lost = (
+            f", {dropped} without receipts, because max_failed_bytes was reached or the outbox was deleted (.dropped)"
+            if dropped
+            else ""
+        )
         super().__init__(
             text
             or f"{len(ours) + stored + dropped} admitted messages were not delivered: {len(ours) - unknown} safe to "

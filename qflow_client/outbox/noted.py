@@ -263,12 +263,28 @@ class Noted:
                 self.size -= freed_size
 
     def unwritten(self) -> dict[int, outboxfile.StoredMessage]:
-        """Return the messages that are noted and not on disk; the keys are sequences."""
+        """Return the unsettled messages that are noted and not on disk; the keys are sequences."""
+        settled = self.settled()
+        return {row[0]: outboxfile.as_stored(row) for row in self._rows() if row[0] not in settled}
+
+    def settled(self) -> set[int]:
+        """Return the sequences of settled and withdrawn messages that a write still has to delete."""
         with self.lock:
-            rows = [*self.inserting, *self.rows]
-        return {row[0]: outboxfile.as_stored(row) for row in rows}
+            runs = (*self._settled, *self._deleting, *self._withdrawn)
+        return {sequence for first, last in runs for sequence in range(first, last + 1)}
+
+    def _rows(self) -> list[outboxfile.Row]:
+        with self.lock:
+            return [*self.inserting, *self.rows]
 
     def give_up(self) -> None:
         """After the last write, subtract the messages that are not on disk from `count`."""
-        self.count -= len(self.unwritten())
+        self.count -= len(self._rows())
         self._positions.clear()
+
+    def forget(self, count: int) -> None:
+        """Forget all noted changes, because the file was deleted. Afterwards `count` is the number of messages."""
+        with self.lock:
+            self.rows, self.inserting = [], []
+            self._settled, self._deleting, self._withdrawn = [], [], []
+            self.settled_count, self.count = 0, count

@@ -112,6 +112,8 @@ class Outbox:
             self._file = outboxfile.open_file(self.path, synchronous=synchronous, timeout=timeout)
             # After an error, close the file at once. Otherwise only the garbage collector would close it.
             after_error.callback(self._file.close)
+            # The open file. If the path has another file later, that is not the file of this outbox.
+            self._opened = self.path.stat()
             self._noted = Noted(self._file)
             aside = outboxfile.aside(self._file)
             after_error.pop_all()
@@ -120,8 +122,10 @@ class Outbox:
         # The last sequence and the last permitted sequence at the opening. An earlier process may have sent messages up
         # to these sequences, so these messages may be second copies.
         self._written_before: tuple[int, int] = last, self._noted.permitted_durable
-        # The messages of a deleted file, by sequence; known when the outbox is closed.
+        # The unsettled messages of a deleted file, by sequence; known when the outbox is closed.
         self._lost: dict[int, StoredMessage] = {}
+        #: Whether `close` has found that the file is deleted, and has not read its messages yet.
+        self.is_lost = False
         # The sequence of each message that is set aside, and the reason.
         self._damaged: dict[int, str] = dict.fromkeys(aside, "it was set aside before")
 
@@ -144,7 +148,7 @@ class Outbox:
     def left(self) -> int:
         """Number of unsettled messages that are not damaged; inexact while other threads use the outbox."""
         left = len(self) - self._noted.settled_count
-        return left if left > 0 else 0
+        return left if left > 0 and not self._lost else 0
 
     @property
     def damaged(self) -> dict[int, str]:
@@ -251,6 +255,7 @@ class Outbox:
         Position(source, 0 if value is None else value)
 
         def write() -> None:
+            self._check_file()
             self._commit_if_dirty()
             self._noted.set_position(self._file, source, value)
 
@@ -301,23 +306,25 @@ class Outbox:
             self._commit()
 
     def _commit(self, *, all_of_it: bool = True) -> None:
+        self._check_file()
+        self._access.durable = self._noted.write(self._file, all_of_it=all_of_it)
+
+    def _check_file(self) -> None:
         # SQLite itself would continue to write to a deleted file.
         if self._is_gone():
-            raise OutboxError(f"{self.path}: the file was deleted or moved while it is in use")
-        self._access.durable = self._noted.write(self._file, all_of_it=all_of_it)
+            raise OutboxError(f"{self.path}: the file was deleted, moved or replaced while it is in use")
 
     def _is_gone(self) -> bool:
         # `access` takes half as long as `stat`, but it does not say why it fails.
         if os.access(self.path, os.F_OK):
             return False
         try:
-            self.path.stat()
+            return not os.path.samestat(self.path.stat(), self._opened)
         except FileNotFoundError:
             return True
         except OSError:
             # It is not known whether the file exists.
             return False
-        return False
 
     def read(self, after: int = 0, limit: int = 1000, max_bytes: int | None = None) -> list[StoredMessage]:
         """Commit, and then return messages that are not settled, in order.
@@ -391,9 +398,10 @@ class Outbox:
         self._damaged.pop(sequence, None)
 
     def unwritten(self) -> dict[int, StoredMessage]:
-        """Return the messages that are noted and not on disk; the keys are sequences.
+        """Return the unsettled messages that are noted and not on disk; the keys are sequences.
 
-        After a failed `close`, these messages are not written any more. If the file was deleted, they are all messages.
+        After a failed `close`, these messages are not written any more. If the file was deleted, they are all unsettled
+        messages.
         """
         return self._lost | self._noted.unwritten()
 
@@ -424,7 +432,8 @@ class Outbox:
         try:
             if self._is_gone():
                 self._lose()
-            self._commit_if_dirty()
+            else:
+                self._commit_if_dirty()
         except BaseException:
             self._noted.give_up()
             raise
@@ -436,12 +445,16 @@ class Outbox:
 
     def _lose(self) -> None:
         """Read the messages of a deleted file, because closing loses them. Raise an error if there are any."""
-        self._noted.write(self._file, all_of_it=True)
-        messages, _ = outboxfile.read(self._file, 0, self._noted.count, self._written_before, outboxfile.NOT_SET_ASIDE)
-        self._lost = {each.sequence: each for each in messages}
-        self._noted.count = 0
-        if messages:
-            raise OutboxError(f"{self.path}: the file was deleted or moved, and {len(messages)} messages with it")
+        self.is_lost, noted = True, self._noted
+        settled = noted.settled()
+        # Do not write the noted changes first, because the disk may be full.
+        messages, _ = outboxfile.read(self._file, 0, noted.count, self._written_before, outboxfile.NOT_SET_ASIDE)
+        self._lost = {each.sequence: each for each in messages if each.sequence not in settled} | noted.unwritten()
+        self.is_lost = False
+        noted.forget(len(self._damaged))
+        if self._lost:
+            words = "the file was deleted, moved or replaced"
+            raise OutboxError(f"{self.path}: {words}, and {len(self._lost)} messages with it")
 
     def __enter__(self) -> Self:
         return self

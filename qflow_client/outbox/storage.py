@@ -96,7 +96,7 @@ class Storage:
         self.writer.start()
 
     def __len__(self) -> int:
-        return 0 if self._opened is None else self._opened.left
+        return 0 if self._opened is None or self._opened.is_lost else self._opened.left
 
     @property
     def spilled(self) -> tuple[Receipt, ...]:

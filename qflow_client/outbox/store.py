@@ -316,7 +316,8 @@ class OutboxStore:
     def _note_stored(self, sequence: int, receipt: Receipt) -> None:
         """Keep the receipt of a *stored* message until the message is on disk. `report_unwritten` may need it."""
         stored, durable = self._stored, self.outbox.durable
-        while stored and (first := next(iter(stored))) <= durable:
+        # At the end, keep all receipts, because even messages on disk are lost if the file was deleted.
+        while not self._reports.is_ending and stored and (first := next(iter(stored))) <= durable:
             del stored[first]
         stored[sequence] = receipt
 
@@ -353,20 +354,26 @@ class OutboxStore:
         Until now, the receipts of these messages have the outcome *stored*, because the producer settles them before it
         closes the outbox. The outcome becomes *failed* if the message was certainly not written to the broker, and can
         be sent again safely: it was spilled, or it has a position and was not on disk. The outcome becomes *unknown*
-        for other messages, and if a thread may still be writing the message to the outbox.
+        for other messages, and if a thread may still be writing the message to the outbox. If the file was deleted, and
+        its messages could not be read in time, messages without a receipt are only counted.
         """
+        left = self.outbox.left
+        if self.outbox.is_lost:
+            self._report_unread(left)
+            return left
         count = 0
         for sequence, stored in self.outbox.unwritten().items():
             receipt = self._stored.pop(sequence, None)
             is_spilled = self.backlog.read_to < sequence <= self.backlog.last
             is_unsent = is_spilled or (receipt is not None and receipt._number in self._not_on_disk)
-            outcome = Outcome.FAILED if is_unsent and self.outbox.is_closed else Outcome.UNKNOWN
-            reply = (0, f"it could not be written to the outbox {self.outbox.path}")
+            is_unsent = is_unsent and not stored.may_be_second_copy and self.outbox.is_closed
+            outcome = Outcome.FAILED if is_unsent else Outcome.UNKNOWN
+            reply = self._unwritten_reply()
             # For a spilled message, `on_delivery` was already called with *stored*. `close` by itself reports only
             # messages of the window, so add the spilled message to the failures that `close` reports.
             is_new = is_spilled and self._reports.settled is not None
             if receipt is None:
-                if not is_spilled or not self._is_ended:
+                if not self._is_ended:
                     continue
                 # The message's receipt no longer exists, so make a new receipt.
                 route = self._admission.encoder.route(stored.exchange, stored.routing_key)
@@ -378,3 +385,16 @@ class OutboxStore:
             count += 1
         self._is_ended = False
         return count
+
+    def _report_unread(self, left: int) -> None:
+        """Report the `left` messages of a deleted file that is not read yet."""
+        stored, self._stored = self._stored, OrderedDict()
+        for receipt in stored.values():
+            receipt._reply, receipt._outcome = self._unwritten_reply(), Outcome.UNKNOWN
+            if isinstance(receipt, Spilled) and self._reports.settled is not None:
+                self._reports.add_failures((receipt,))
+        self._reports.dropped += max(0, left - len(stored))
+        self._is_ended = False
+
+    def _unwritten_reply(self) -> tuple[int, str]:
+        return 0, f"it could not be written to the outbox {self.outbox.path}, or was deleted with it"

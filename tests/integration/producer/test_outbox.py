@@ -543,13 +543,39 @@ def test_a_forked_child_releases_the_outbox_even_if_a_thread_of_the_parent_held_
 def test_the_messages_of_a_deleted_outbox_are_reported_as_failed(spilling: Producer, path: Path) -> None:
     receipts: list[Receipt] = [spilling.send(b"before")]
     path.unlink()
-    with pytest.raises(NotDurable, match="the file was deleted or moved") as caught:
+    with pytest.raises(NotDurable, match="the file was deleted, moved or replaced") as caught:
         spilling.send(b"after", timeout=PATIENCE)
     receipts.append(caught.value.receipt)
     undelivered = leave(spilling)
     assert [receipt.message.body for receipt in undelivered.receipts] == [b"before", b"after"]
     assert [receipt.outcome for receipt in receipts] == [Outcome.FAILED] * 2
     assert "(.stored)" not in str(undelivered)
+
+
+def test_unconfirmed_messages_of_a_deleted_outbox_may_have_arrived_and_are_all_reported(
+    broker: Broker, producer: Producer, path: Path
+) -> None:
+    broker.withhold_confirms()
+    receipts = [producer.send(b"%d" % number) for number in range(5)]
+    path.unlink()
+    undelivered = leave(producer)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.UNKNOWN] * 5
+    assert (len(undelivered.unknown), undelivered.stored, undelivered.dropped) == (5, 0, 0)
+
+
+def test_messages_that_an_earlier_producer_left_in_a_deleted_outbox_are_all_reported(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    with Outbox(path) as outbox:
+        for number in range(4):
+            outbox.put(b"%d" % number, "", "q", f"id-{number}", permit=number < 2)
+    producer = make_producer(broker.url.replace(str(broker.port), "1"), outbox=path, connect_in_background=True)
+    path.unlink()
+    undelivered = leave(producer)
+    # An earlier process may have written the first two.
+    assert [message.body for message in undelivered.unknown][:2] == [b"0", b"1"]
+    assert len(undelivered.unknown) + len(undelivered.unsent) == 4
+    assert undelivered.stored == 0
 
 
 def test_a_relative_outbox_path_means_the_same_file_after_a_change_of_the_working_directory(

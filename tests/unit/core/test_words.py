@@ -167,7 +167,7 @@ def test_an_error_about_undelivered_messages_tells_which_can_be_resent_without_a
     assert dropped.dropped == 7
     assert str(dropped).startswith(
         "10 admitted messages were not delivered: 1 safe to send again (.unsent), 2 that may have arrived (.unknown), "
-        "7 without receipts, because max_failed_bytes was reached (.dropped); the first: "
+        "7 without receipts, because max_failed_bytes was reached or the outbox was deleted (.dropped); the first: "
     )
     assert str(UndeliveredMessages(receipts, "in other words")) == "in other words"
     assert str(UndeliveredMessages([])).startswith("0 admitted messages")

@@ -53,20 +53,51 @@ def test_a_deleted_file_of_an_outbox_accepts_no_message_and_close_reads_what_is_
     path.unlink()
     outbox.settle(one)
     (three,) = put(outbox, b"3")
-    with pytest.raises(OutboxError, match="the file was deleted or moved"):
+    with pytest.raises(OutboxError, match="the file was deleted, moved or replaced"):
         outbox.wait_durable(three)
     assert outbox.durable == two
-    with pytest.raises(OutboxError, match="deleted or moved, and 2 messages with it"):
+    with pytest.raises(OutboxError, match="deleted, moved or replaced, and 2 messages with it"):
         outbox.close()
     assert [stored.message.body for stored in outbox.unwritten().values()] == [b"2", b"3"]
     assert outbox.is_closed
+
+
+def test_a_replaced_file_of_an_outbox_accepts_no_message_and_no_position(path: Path, tmp_path: Path) -> None:
+    outbox = Outbox(path)
+    path.unlink()
+    (tmp_path / "backup").touch()
+    (tmp_path / "backup").rename(path)
+    with pytest.raises(OutboxError, match="deleted, moved or replaced while it is in use"):
+        outbox.set_position("source", 1)
+    put(outbox, b"1")
+    with pytest.raises(OutboxError, match="deleted, moved or replaced while it is in use"):
+        outbox.commit()
+    with pytest.raises(OutboxError, match="and 1 messages with it"):
+        outbox.close()
+
+
+def test_the_messages_of_a_deleted_outbox_are_known_even_if_the_disk_is_full(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox(path)
+    one, *_ = put(outbox, b"1", b"2")
+    outbox.commit()
+    outbox.settle(one)
+    outbox.settle(*put(outbox, b"3"))
+    put(outbox, b"4")
+    path.unlink()
+    monkeypatch.setattr(outbox._file, "execute_many", lambda *_: (_ for _ in ()).throw(OutboxError("disk full")))
+    with pytest.raises(OutboxError, match="and 2 messages with it"):
+        outbox.close()
+    assert [stored.message.body for stored in outbox.unwritten().values()] == [b"2", b"4"]
+    assert (outbox.left, len(outbox)) == (0, 0)
 
 
 def test_a_moved_file_of_an_outbox_accepts_messages_again_when_it_is_back(path: Path) -> None:
     with Outbox(path) as outbox:
         away = path.rename(path.with_suffix(".away"))
         put(outbox, b"1")
-        with pytest.raises(OutboxError, match="the file was deleted or moved"):
+        with pytest.raises(OutboxError, match="the file was deleted, moved or replaced"):
             outbox.commit()
         away.rename(path)
         assert outbox.commit() == 1

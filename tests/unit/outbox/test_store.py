@@ -12,6 +12,7 @@ import pytest
 
 from qflow_client.logs import flush_logs
 from qflow_client.outbox import Outbox, OutboxError
+from qflow_client.outbox import file as outboxfile
 from qflow_client.receipt import Outcome, Receipt
 from tests.unit.core.support import place, returned, wire
 
@@ -382,3 +383,27 @@ def test_a_writer_that_is_stopped_before_it_notices_an_earlier_wake_up_does_not_
     kept.writer._serve()
     # The thread waited for a task, and not for more settled messages.
     assert waits == [-1.0]
+
+
+def test_the_messages_of_a_deleted_file_that_are_not_read_in_time_are_counted_and_known_receipts_are_unknown(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(path, b"1", b"2", b"3")
+    kept = Kept(path, opened=False, when_flowed="spill")
+    receipt = kept.send(b"4", spills=True)
+    assert receipt is not None
+    kept.protocol.connection_lost("the end", kept.now)
+    path.unlink()
+    read = outboxfile.read
+
+    def read_slowly(*arguments: Any) -> Any:
+        # The timeout of `close` has expired.
+        assert kept.store.report_unwritten() == 4
+        assert (receipt.outcome, kept.protocol.reports.dropped) == (Outcome.UNKNOWN, 3)
+        return read(*arguments)
+
+    monkeypatch.setattr(outboxfile, "read", read_slowly)
+    with pytest.raises(OutboxError, match="and 4 messages with it"):
+        kept.outbox.close()
+    assert kept.outbox.left == 0
+    assert kept.store.report_unwritten() == 0
