@@ -312,12 +312,15 @@ class FlowLog:
             watch.unsubscribe()
         self._stop.set()
         self._thread.join()
-        self._write_waiting()
-        for watch in watches:
-            watch.lines.tell(microseconds(time.time()))
-        self._write_waiting()
-        with self._writing:
-            self._finish(last=True)
+        try:
+            self._write_waiting()
+            for watch in watches:
+                watch.lines.tell(microseconds(time.time()))
+            self._write_waiting()
+        finally:
+            # Even if the disk is full. Otherwise the file would stay open and unfinished until the process ends.
+            with self._writing:
+                self._finish(last=True)
 
     def __enter__(self) -> FlowLog:
         return self

@@ -156,6 +156,24 @@ def test_flow_log_records_that_find_a_full_disk_are_written_when_there_is_room_a
     assert ([line["at"] for line in kept], last["kind"], last["lost"]) == (list(range(11)), "lost", 5)
 
 
+def test_the_close_of_a_flow_log_on_a_full_disk_raises_an_error_and_finishes_the_file(tmp_path: Path) -> None:
+    def write(_data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = FlowLog(tmp_path)
+    log.write({"at": 1, "kind": "test"})
+    log.flush()
+    with log._writing:
+        assert log._file is not None
+        file = log._file
+        log._file = cast(Any, SimpleNamespace(write=write, close=file.close))
+    log.write({"at": 2, "kind": "test"})
+    with pytest.raises(OSError, match="No space left"):
+        log.close()
+    assert file.closed
+    assert [line["at"] for line in _lines(tmp_path)] == [1]
+
+
 def test_a_flow_log_that_could_not_create_its_next_file_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
