@@ -162,7 +162,10 @@ def take_over(package: str) -> None:
     """Log the records of a library's loggers on the logging thread if the loop of a connection has created them."""
     for name in tuple(logging.root.manager.loggerDict):
         if name == package or name.startswith(f"{package}."):
-            logging.getLogger(name).addFilter(_take_over)
+            filters = logging.getLogger(name).filters
+            # The first filter, so that the filters of the application see each record once, on the logging thread.
+            if _take_over not in filters:
+                filters.insert(0, _take_over)
 
 
 def _take_over(record: logging.LogRecord) -> bool:

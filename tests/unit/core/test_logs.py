@@ -12,6 +12,7 @@ import pytest
 
 from qflow_client import logs
 from qflow_client.core.reporting import is_logged, log_entry
+from qflow_client.guard import serve
 from tests.interrupting import pressed_in
 
 from .support import make
@@ -55,6 +56,24 @@ def test_a_log_record_names_the_thread_that_logged_it(handle: Handle) -> None:
     assert (record.name, record.threadName) == ("qflow_client", threading.current_thread().name)
     assert record.exc_info is not None
     assert record.exc_info[1] is error
+
+
+def test_a_filter_of_the_application_sees_a_librarys_record_of_an_io_thread_once_on_the_logging_thread() -> None:
+    seen: list[str] = []
+    logger = logging.getLogger("qflow_test_library.connection")
+
+    def see(_record: logging.LogRecord) -> bool:
+        seen.append(threading.current_thread().name)
+        return True
+
+    logger.addFilter(see)
+    for _ in range(2):
+        logs.take_over("qflow_test_library")
+    serve(lambda: logger.warning("lost"))
+    assert logs.flush_logs(20)
+    assert seen == ["qflow-log"]
+    logger.warning("by the application")
+    assert seen == ["qflow-log", threading.current_thread().name]
 
 
 @pytest.mark.parametrize("where", ["a skin", "a protocol"])
