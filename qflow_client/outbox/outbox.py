@@ -315,9 +315,6 @@ class Outbox:
             raise OutboxError(f"{self.path}: the file was deleted, moved or replaced while it is in use")
 
     def _is_gone(self) -> bool:
-        # `access` takes half as long as `stat`, but it does not say why it fails.
-        if os.access(self.path, os.F_OK):
-            return False
         try:
             return not os.path.samestat(self.path.stat(), self._opened)
         except FileNotFoundError:
