@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import secrets
 import shutil
 import subprocess
@@ -111,7 +110,7 @@ class RabbitMQCluster:
         Path(self._folder.name).chmod(0o755)
         self._epmd_port = free_port(set())
         self._epmd: subprocess.Popen[bytes] | None = None
-        network = random.randrange(1, 255)
+        network = 1 + secrets.randbelow(254)
         self._hosts = [f"127.{network}.0.{number}" for number in range(2, 2 + size)]
         cookie = secrets.token_hex(16)
         names = [_name(host) for host in self._hosts]
