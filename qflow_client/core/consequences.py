@@ -171,7 +171,7 @@ class Consequences:
         """Admit no message from now on, and wake the callers that wait for admission or for an open gate."""
         self._parts.admission.close(reason)
         self._reports.is_ending = True
-        self._parts.line.close(reason)
+        self._parts.line.end(reason)
         self._waiters.end_unflowed()
 
     def end(self, reason: str, now: float) -> None:

@@ -219,6 +219,11 @@ class SendLine:
             ticket.error = ticket.closed_error(reason)
         self._leave()
 
+    def end(self, reason: str) -> None:
+        """Do the same as `close` at the end of the producer, and do not use the application's line any more."""
+        self.close(reason)
+        self._controller.release_line()
+
     def check_room(self, store: Store) -> None:
         """End the wait of messages for which a new store has no room. The senders get the error of the store."""
         for ticket in self.tickets:

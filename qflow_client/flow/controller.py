@@ -408,6 +408,10 @@ class FlowController:
             ticket._controller = self
             self.waiting += 1
 
+    def release_line(self) -> None:
+        """Do not use the line any more, because the application may give it to another producer."""
+        self._line = FifoLine()
+
     def grant(self, now: float) -> Ticket | None:
         """Admit the element of the next ticket, if it can enter now.
 

@@ -870,3 +870,21 @@ def test_a_flush_waits_only_for_messages_admitted_before_it() -> None:
     assert protocol.reports.wake == ["three"]
     protocol.on_ack(4, False, 1.0)
     assert protocol.reports.wake == ["three", "four"]
+
+
+def test_F4_a_closed_producer_takes_no_message_from_its_former_line_which_another_producer_uses() -> None:
+    line = WeightedLine()
+    old = make(capacity=1, line=line)
+    send(old)
+    drain(old)
+    refused = wait(old)
+    old.close("it is closed", 1.0)
+    assert isinstance(refused.error, ProducerClosed)
+    new = make(opened=False, line=line)
+    ticket = wait(new)
+    old.on_ack(1, False, 2.0)
+    old.connection_lost("the end", 3.0)
+    assert not ticket.decided
+    new.channel_opened(1, FRAME_MAX, 4.0)
+    assert ticket.receipt is not None
+    assert old.unsettled == 0
