@@ -355,7 +355,7 @@ class OutboxStore:
         closes the outbox. The outcome becomes *failed* if the message was certainly not written to the broker, and can
         be sent again safely: it was spilled, or it has a position and was not on disk. The outcome becomes *unknown*
         for other messages, and if a thread may still be writing the message to the outbox. If the file was deleted, and
-        its messages could not be read in time, messages without a receipt are only counted.
+        its messages could not be read in time, messages that are only in the file are counted, and not reported one by one.
         """
         left = self.outbox.left
         if self.outbox.is_lost:
@@ -391,9 +391,10 @@ class OutboxStore:
         stored, self._stored = self._stored, OrderedDict()
         for receipt in stored.values():
             receipt._reply, receipt._outcome = self._unwritten_reply(), Outcome.UNKNOWN
-            if isinstance(receipt, Spilled) and self._reports.settled is not None:
-                self._reports.add_failures((receipt,))
-        self._reports.dropped += max(0, left - len(stored))
+            # The message of a spilled receipt is only in the file, so it is counted and not reported.
+            receipt._seen = receipt._payload is None
+            left -= not receipt._seen
+        self._reports.dropped += max(0, left)
         self._is_ended = False
 
     def _unwritten_reply(self) -> tuple[int, str]:

@@ -399,7 +399,8 @@ def test_the_messages_of_a_deleted_file_that_are_not_read_in_time_are_counted_an
     def read_slowly(*arguments: Any) -> Any:
         # The timeout of `close` has expired.
         assert kept.store.report_unwritten() == 4
-        assert (receipt.outcome, kept.protocol.reports.dropped) == (Outcome.UNKNOWN, 3)
+        assert (receipt.outcome, kept.protocol.reports.dropped) == (Outcome.UNKNOWN, 4)
+        assert not kept.protocol.reports.take_failures()
         return read(*arguments)
 
     monkeypatch.setattr(outboxfile, "read", read_slowly)
