@@ -355,7 +355,7 @@ class OutboxStore:
         closes the outbox. The outcome becomes *failed* if the message was certainly not written to the broker, and can
         be sent again safely: it was spilled, or it has a position and was not on disk. The outcome becomes *unknown*
         for other messages, and if a thread may still be writing the message to the outbox. If the file was deleted, and
-        its messages could not be read in time, messages that are only in the file are counted, and not reported one by one.
+        its messages could not be read in time, messages that are only in the file are counted.
         """
         left = self.outbox.left
         if self.outbox.is_lost:
