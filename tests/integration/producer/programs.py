@@ -62,7 +62,8 @@ def _say_when(condition: Callable[[], Any]) -> None:
 
 def _join_ours() -> None:
     for thread in threading.enumerate():
-        if thread.name.startswith("qflow-"):
+        # The logging thread serves all producers of the process, so it does not end.
+        if thread.name.startswith("qflow-") and thread.name != "qflow-log":
             thread.join(20)
             assert not thread.is_alive(), thread
 
