@@ -126,7 +126,7 @@ class Run:
         rows: number of rows that the sink has confirmed. The rows are numbered from 0.
         read: the output of the source.
         source_ends: how often the query of the source ended because its connection was lost.
-        nodes: number of nodes, each of which must be killed.
+        nodes: required number of different killed nodes.
     """
 
     rows: int
@@ -218,6 +218,7 @@ class _Queries:
                 self.feed()
             assert self._program.runs, f"the program ended before: {what}\n{self._spark.logs()}"
             assert time.monotonic() < deadline, f"not within {_PATIENCE:g} s: {what}\n{self._spark.logs()}"
+            # The conditions concern other processes, so look again and again.
             time.sleep(0.1)
 
     def wait_batches(self) -> None:

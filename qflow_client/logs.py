@@ -177,6 +177,7 @@ def _take_over(record: logging.LogRecord) -> bool:
         record.msg, record.args = record.getMessage(), None
         _writer.put(record)
     except Exception:
+        # The text cannot be formatted. As in `logging`, the call that logs must not fail.
         _complain()
     return False
 

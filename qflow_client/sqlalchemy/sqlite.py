@@ -49,7 +49,7 @@ after_fork_in_child(_close_locks_in_child)
 
 def _path_of(connection: Connection | orm.Session) -> str:
     """Return the path of the database's file; an empty string if the database is in memory."""
-    path: str = connection.execute(text("PRAGMA database_list")).first()[2]  # type: ignore[index]
+    path: str = connection.execute(text("PRAGMA database_list")).first()[2]  # type: ignore[index]  # there is a row
     # A database of SQLite's VFS `memdb` has a name, but no file.
     return path if Path(path).is_file() else ""
 
