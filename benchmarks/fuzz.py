@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -115,11 +116,18 @@ _TARGETS = {"client": _client, "broker": _broker}
 
 
 class _Count:
-    """Counts inputs and the bytes that were fed, and ends the process when there are enough."""
+    """Counts inputs and the bytes that were fed, and ends the process when there are enough, or when the time is over.
 
-    def __init__(self, feed: Callable[[bytes], int], enough: float, end: Callable[[_Count], None]) -> None:
+    Args:
+        until: monotonic time in seconds.
+    """
+
+    def __init__(
+        self, feed: Callable[[bytes], int], enough: float, until: float, end: Callable[[_Count], None]
+    ) -> None:
         self._feed = feed
         self._enough = enough
+        self._until = until
         self._end = end
         self.inputs = self.bytes = 0
 
@@ -128,7 +136,7 @@ class _Count:
             return
         self.bytes += self._feed(data)
         self.inputs += 1
-        if self.bytes >= self._enough:
+        if self.bytes >= self._enough or time.monotonic() >= self._until:
             self._end(self)
 
 
@@ -158,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("target", choices=sorted(_TARGETS))
     parser.add_argument("--bytes", type=float, default=1e6, help="fuzzed bytes after which it ends (1e6)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end after this time at the latest")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--input", type=Path, metavar="FILE", help="only feed this file, without fuzzing")
     parser.add_argument("--json", action="store_true")
@@ -176,10 +185,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (folder / f"seed-{number}").write_bytes(data)
         long = data[:-1] * (_LONGEST // len(data)) + data[-1:]
         (folder / f"long-{number}").write_bytes(long)
-    end = partial(_end, options.target, options.seed, folder, time.monotonic(), options.json)
+    began = time.monotonic()
+    end = partial(_end, options.target, options.seed, folder, began, options.json)
     atheris.Setup(
         [sys.argv[0], *_LIMITS, f"-seed={options.seed}", f"-artifact_prefix={failures}/{options.target}-", str(folder)],
-        _Count(feed, options.bytes, end),
+        _Count(feed, options.bytes, began + 60.0 * options.minutes, end),
         custom_mutator=_mutate,
         internal_libfuzzer=True,
     )
