@@ -23,7 +23,13 @@ import pamqp.frame
 from aiormq import spec
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import _check_routing_key
-from aiormq.exceptions import AMQPChannelError, ChannelInvalidStateError, DeliveryError, PublishError
+from aiormq.exceptions import (
+    AMQPChannelError,
+    AMQPConnectionError,
+    ChannelInvalidStateError,
+    DeliveryError,
+    PublishError,
+)
 
 from qflow_client.aio.dispatcher import Dispatcher
 from qflow_client.aio.turn import Deadlines, Turns, Waiter, wake_at
@@ -79,6 +85,7 @@ AIO_PIKA = replace(
 
 _BODY_HEAD = Struct(">BHI")
 _BASIC_PUBLISH = 60, 40
+_STOPPED_READING = "aiormq stopped reading, as it does if the broker sends nothing, not even heartbeats"
 # If more bytes than this are unwritten after a read, write them before the tasks that the read woke publish more.
 _SEPARATE_WRITE = 1 << 13
 
@@ -214,6 +221,9 @@ class ChannelFlow(DropInFlow):
         number, self._number = self._number, None
         self.left = self.left or self._is_closing()
         error: BaseException | None = None if closing.cancelled() else closing.exception()
+        if isinstance(error, asyncio.CancelledError):
+            # A task would seem to be cancelled if its `publish` raised this error.
+            error = None if self.left else AMQPConnectionError(_STOPPED_READING)
         self._reason = error
         tapped = self._tapped
         tapped.tap.detach(number)

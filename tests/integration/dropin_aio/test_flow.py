@@ -14,7 +14,7 @@ from typing import Any
 
 import aio_pika as original
 import pytest
-from aiormq.exceptions import ChannelInvalidStateError
+from aiormq.exceptions import AMQPConnectionError, ChannelInvalidStateError
 
 import qflow_client.aio_pika as aio_pika
 from qflow_client import (
@@ -418,6 +418,18 @@ async def test_heartbeats_continue_while_a_publish_waits(broker: Broker, wire: W
         assert not waiting.done()
         broker.flow(True)
         await waiting
+
+
+@with_both
+async def test_a_publish_fails_if_aiormq_finds_the_connection_dead(broker: Broker, connect: Any) -> None:
+    async with opened(connect()) as channel:
+        broker.withhold_confirms()
+        publishing = asyncio.ensure_future(publish(channel, b""))
+        await soon(lambda: broker.queue("q").depth == 1)
+        # aiormq does this if no heartbeat has come for too long. The error of the connection is then a CancelledError.
+        channel.flow_control.channel.connection._reader_task.cancel()
+        with pytest.raises(AMQPConnectionError, match="not even heartbeats"):
+            await publishing
 
 
 @with_both
