@@ -189,7 +189,8 @@ class Channel(pyamqp.Channel):
         except Unanswered as error:
             # End the connection, because py-amqp would treat a late answer as the answer to another method.
             connection.collect()
-            if method in _CLOSING_METHODS:
+            if method in _CLOSING_METHODS or connection.must_not_wait:
+                # A Celery worker connects again after this error, but ends after an `OperationalError`.
                 raise
             refuse(error)
 

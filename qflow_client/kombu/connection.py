@@ -29,6 +29,8 @@ _monotonic = time.monotonic
 
 # Maximum seconds between two checks of the heartbeats.
 _HEARTBEAT_LOOK = 1.0
+# A broker that sends nothing for this number of seconds, while it owes an answer to a method, is treated as lost.
+_MAX_SILENCE = 60.0
 
 # A thread that runs an event loop of kombu stores its process id in ``pid``. A forked child has another id.
 _loops = threading.local()
@@ -186,7 +188,8 @@ class Connection(pyamqp.Connection):
     def blocking_read(self, timeout: float | None = None) -> Any:
         """Read, as py-amqp does.
 
-        While the broker reads nothing, and during a close, a wait for the answer to a method has a limit.
+        While the broker reads nothing, and during a close, a wait for the answer to a method has a limit. If the broker
+        only sends nothing, the limit is at least `_MAX_SILENCE`, because an answer may take long.
         """
         wire: Wire = self.transport
         if timeout is not None or not self._awaits:
@@ -200,6 +203,7 @@ class Connection(pyamqp.Connection):
 
     def _next_answer(self, wire: Wire) -> tuple[int, int, bytes] | None:
         limit = self.flow_settings.max_producer_flow_control_wait
+        began = _monotonic()
         while True:
             try:
                 return wire.next_frame(limit if wire.read_timeout is None else None)
@@ -208,10 +212,11 @@ class Connection(pyamqp.Connection):
                     raise
                 # A program that closes a channel or the connection needs no answer, so it does not wait for ever.
                 closes = any(each.is_closing for each in (self.channels or {}).values() if each not in self.left)
-                if wire.tap.is_blocked or wire.unwritten or closes:
+                waited = _monotonic() - began
+                if wire.tap.is_blocked or wire.unwritten or closes or waited >= _MAX_SILENCE:
                     raise Unanswered(
                         "the broker is silent, blocks the connection, or takes no bytes, and has not answered within "
-                        f"{limit:.3g} s"
+                        f"{waited:.3g} s"
                     ) from None
 
     @contextmanager

@@ -430,6 +430,32 @@ def test_closing_a_connection_to_a_silent_broker_ends_at_the_deadline(connect, f
         connection.release()
 
 
+def test_waits_for_answers_of_a_silent_broker_end_with_an_error(connect, faulty, monkeypatch):
+    monkeypatch.setattr("qflow_client.kombu.connection._MAX_SILENCE", 0.3)
+    options = {"max_producer_flow_control_wait": 0.1, "confirm_publish": True}
+    opened = [connect(faulty.url, **options) for _ in range(4)]
+    channels = [connection.default_channel for connection in opened[:3]]
+    faulty.stall()
+
+    def declare_in_loop() -> Any:
+        hub = Hub()
+        opened[2].register_with_event_loop(hub)
+        with pytest.raises(opened[2].recoverable_connection_errors) as caught:
+            channels[2].queue_declare("q", passive=True)
+        hub.close()
+        return caught.value
+
+    for method in (
+        lambda: channels[0].queue_declare("q", passive=True),
+        lambda: publish(channels[1]),
+        lambda: opened[3].default_channel,
+    ):
+        with takes(0.3), pytest.raises(OperationalError, match=r"not answered within 0\.\d+ s"):
+            method()
+    # A Celery worker connects again after a recoverable error.
+    assert isinstance(start(declare_in_loop).result(), TimeoutError)
+
+
 def test_the_flow_manager_stops_and_starts_a_channel_of_kombu(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).default_channel
     events: list[Any] = []
