@@ -41,6 +41,9 @@ _UNANSWERED = frozenset(
 # For these methods, the error of a timeout is a `TimeoutError`, which kombu treats as a lost connection.
 _CLOSING_METHODS = frozenset((spec.Basic.Cancel, spec.Basic.CancelOk, spec.Channel.Close, spec.Channel.CloseOk))
 
+# The names of kombu's exchanges for remote control end with this text.
+_REMOTE_CONTROL = ".pidbox"
+
 
 def refuse(cause: BaseException) -> NoReturn:
     """Raise an `OperationalError`, which users of kombu expect. After this error, kombu does not retry the call."""
@@ -228,11 +231,18 @@ class Channel(pyamqp.Channel):
         if not connection:
             raise RecoverableConnectionError("basic_publish: connection closed")
         confirms = connection.confirm_publish
-        if confirms:
-            self._select_confirms()
-        receipt = self._send(msg, exchange, routing_key, mandatory, immediate, timeout, argsig)
-        if confirms and confirms != PIPELINED:
-            self._confirm(receipt, confirm_timeout or timeout)
+        try:
+            if confirms:
+                self._select_confirms()
+            receipt = self._send(msg, exchange, routing_key, mandatory, immediate, timeout, argsig)
+            if confirms and confirms != PIPELINED:
+                self._confirm(receipt, confirm_timeout or timeout)
+        except OperationalError as error:
+            # A Celery worker asks its neighbors when it starts, and would end after an error. So it could not consume
+            # while the broker is blocked.
+            if not ((exchange or "").endswith(_REMOTE_CONTROL) and connection.must_not_wait):
+                raise
+            log(logging.WARNING, "kombu: a message of remote control to %r may be lost: %s", exchange, error)
         return _kept()
 
     def basic_publish_confirm(self, *args: Any, **kwargs: Any) -> promise:

@@ -163,11 +163,13 @@ class Connection(pyamqp.Connection):
     def may_be_kept(self) -> bool:
         """Whether to keep the connection when kombu closes it, to detect when the broker accepts messages again.
 
-        A connection with consumers is not kept, because the broker would still deliver messages to it.
+        A connection with consumers is not kept, because the broker would still deliver messages to it. An event loop
+        gets no kept connection (`Transport.Connection`), so it does not leave one either.
         """
         return (
             self.is_blocked
             and self.connected
+            and not self.must_not_wait
             and not any(getattr(each, "callbacks", ()) for each in self.channels.values())
         )
 

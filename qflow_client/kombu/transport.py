@@ -94,14 +94,15 @@ class Transport(pyamqp.Transport):
                 client.hostname = self._server_name
 
     def Connection(self, **options: Any) -> Connection:  # type: ignore[override]  # as kombu calls it
-        """Return a kept connection with these options, or a new one that is not connected yet."""
-        made_of = f"{os.getpid()} {sorted(options.items())!r}"
-        connection = kept.take(made_of)
-        if connection is None:
-            connection = Connection(**options)
-            connection.made_of = made_of
-            connection.server_name = self._server_name
-        return connection
+        """Return a kept connection with these options, or a new one that is not connected yet.
+
+        In the thread of an event loop it is always a new one, because a worker cannot consume on a blocked connection.
+        """
+        connection = Connection(**options)
+        connection.made_of = f"{os.getpid()} {sorted(options.items())!r}"
+        connection.server_name = self._server_name
+        earlier = None if connection.must_not_wait else kept.take(connection.made_of)
+        return earlier or connection
 
     def close_connection(self, connection: Any) -> None:
         """Close a connection like kombu, or keep it if `Connection.may_be_kept` is True."""

@@ -601,6 +601,60 @@ def test_a_publish_in_the_event_loop_of_kombu_raises_and_does_not_wait(broker, c
     assert start(run).result() == [ProducerFlowed, FlowControlTimeout]
 
 
+@pytest.mark.parametrize("is_blocked_before", [False, True])
+def test_remote_control_in_the_event_loop_of_a_blocked_connection_is_logged_and_raises_nothing(
+    broker, connect, caplog, is_blocked_before
+):
+    """A Celery worker asks its neighbors when it starts. If that raised an error, no worker could start in an alarm."""
+    broker.declare_exchange("celery.pidbox", "fanout")
+    connection = connect(max_producer_flow_control_wait=PATIENCE, confirm_publish=True)
+
+    def run() -> None:
+        hub = Hub()
+        connection.register_with_event_loop(hub)
+        channel = connection.default_channel
+        if is_blocked_before:
+            broker.block("no memory")
+            held(channel, HoldKind.CONNECTION_BLOCKED)
+        else:
+            channel.confirm_select()
+            broker.withhold_confirms()
+            alarm = start(lambda: broker.wait_until(lambda it: it.queue("q").depth) or broker.block("no memory"))
+        channel.basic_publish(channel.prepare_message(b"hello"), exchange="celery.pidbox", routing_key="")
+        hub.close()
+        if not is_blocked_before:
+            alarm.result()
+
+    broker.bind("celery.pidbox", "q", "")
+    start(run).result()
+    assert any("a message of remote control to 'celery.pidbox' may be lost" in line for line in logged(caplog))
+
+
+def test_an_event_loop_gets_a_new_connection_and_no_kept_blocked_one(broker, connect):
+    """A Celery worker that connects again during an alarm could not consume on a blocked connection."""
+    options = {"max_producer_flow_control_wait": PATIENCE}
+    blocked, worker = connect(**options), connect(**options)
+    for connection in blocked, worker:
+        publish(connection.default_channel)
+    broker.block("no memory")
+    for connection in blocked, worker:
+        held(connection.default_channel, HoldKind.CONNECTION_BLOCKED)
+    before = [blocked.connection, worker.connection]
+    blocked.release()
+
+    def run() -> Any:
+        hub = Hub()
+        worker.register_with_event_loop(hub)
+        hub.close()
+        worker.release()
+        return connect(**options).connection
+
+    assert start(run).result() not in before
+    # The event loop has closed its own connection, and other threads get the kept one.
+    broker.wait_until(lambda broker: len(broker.connections()) == 2)
+    assert connect(**options).connection is before[0]
+
+
 @pytest.mark.parametrize("confirms", [False, True])
 def test_clients_can_connect_with_tls(make_broker, certificate, confirms):
     broker = make_broker(ssl_context=server_context(*certificate))
