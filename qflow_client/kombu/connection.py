@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import math
 import os
 import sys
@@ -12,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 
+from kombu.exceptions import OperationalError
 from kombu.transport import pyamqp
 
 from qflow_client.errors import FlowControlTimeout, SettingsError
@@ -21,6 +24,7 @@ from qflow_client.forks import after_fork_in_child, not_shared, separately
 from qflow_client.kombu.channel import PIPELINED, Channel, refuse
 from qflow_client.kombu.flow import KOMBU
 from qflow_client.kombu.wire import PlainWire, TLSWire, Unanswered, Wire
+from qflow_client.logs import log
 from qflow_client.redaction import shown
 
 __all__ = ["Connection"]
@@ -31,6 +35,8 @@ _monotonic = time.monotonic
 _HEARTBEAT_LOOK = 1.0
 # A broker that sends nothing for this number of seconds, while it owes an answer to a method, is treated as lost.
 _MAX_SILENCE = 60.0
+# Maximum seconds that the process waits at its end for pipelined confirms.
+_AT_EXIT = 1.0
 
 # A thread that runs an event loop of kombu stores its process id in ``pid``. A forked child has another id.
 _loops = threading.local()
@@ -43,6 +49,23 @@ def _after_fork_in_child() -> None:
 
 
 after_fork_in_child(_after_fork_in_child)
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Log the messages with pipelined confirms that the broker has not confirmed when the process ends."""
+    end = _monotonic() + _AT_EXIT
+    for connection in tuple(_connections):
+        if connection.confirm_publish != PIPELINED or not connection.connected:
+            continue
+        for channel in tuple(connection.channels.values()):
+            flow = getattr(channel, "_flow", None)
+            if flow is None or not (flow.protocol.unsettled or flow.protocol.reports.failures):
+                continue
+            try:
+                channel.wait_for_confirms(max(0.0, end - _monotonic()))
+            except (OperationalError, *connection.connection_errors, *connection.channel_errors) as error:
+                log(logging.WARNING, "%s: messages may be lost at the end of the process: %s", flow.name, error)
 
 
 class Connection(pyamqp.Connection):

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import ssl
+import subprocess
 import sys
 import threading
 import time
@@ -454,6 +455,36 @@ def test_waits_for_answers_of_a_silent_broker_end_with_an_error(connect, faulty,
             method()
     # A Celery worker connects again after a recoverable error.
     assert isinstance(start(declare_in_loop).result(), TimeoutError)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "text"),
+    [
+        ("withhold_confirms", "1 messages are not confirmed"),
+        ("nack_publishes", "the broker did not accept 1 messages"),
+        ("close_connections", "closed by the operator"),
+    ],
+)
+def test_at_the_end_of_the_process_lost_messages_with_pipelined_confirms_are_logged(broker, trouble, text):
+    program = """if True:
+        import sys, qflow_client.kombu, kombu
+        options = {"confirm_publish": "pipelined", "max_producer_flow_control_wait": 20}
+        producer = kombu.Producer(kombu.Connection(sys.argv[1], transport_options=options))
+        producer.publish("body", routing_key="q")
+        input()
+    """
+    if trouble == "nack_publishes":
+        broker.nack_publishes()
+    else:
+        broker.withhold_confirms()
+    command = [sys.executable, "-c", program, broker.url.replace("amqp", "qflow")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    broker.wait_until(lambda broker: any(channel.published for channel in broker.channels()))
+    if trouble == "close_connections":
+        broker.close_connections()
+    _, errors = process.communicate("\n", timeout=PATIENCE)
+    assert "messages may be lost at the end of the process" in errors
+    assert text in errors
 
 
 def test_the_flow_manager_stops_and_starts_a_channel_of_kombu(broker, connect):
