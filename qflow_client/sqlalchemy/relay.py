@@ -157,8 +157,9 @@ class OutboxRelay:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the relay can work: it has a database session and a producer, and no error."""
-        return self._tenure is not None and self.error is None
+        """Whether the relay can work: it has a producer, a database that answers, and no error."""
+        tenure = self._tenure
+        return tenure is not None and self.error is None and tenure.silence <= self._lease
 
     @property
     def name(self) -> str:
@@ -170,11 +171,14 @@ class OutboxRelay:
 
         `qflow_client.health.asgi_readiness` accepts a relay in place of a producer.
         """
-        producer, error = self._producer, self.error
+        producer, error, tenure = self._producer, self.error, self._tenure
         if self._stopping.is_set() or self._thread is None:
             return Health("closed", ("the relay is not running",), None, 0, 0, spills=False)
         if producer is None:
             words = "the relay is starting" if error is None else hide_password(_words(error))
+            return Health("disconnected", (words,), None, 0, 0, spills=False)
+        if tenure is not None and tenure.silence > self._lease:
+            words = f"the database has not answered for {tenure.silence:.3g} s"
             return Health("disconnected", (words,), None, 0, 0, spills=False)
         return producer.health()
 

@@ -119,7 +119,10 @@ class Waker:
 
 
 class Tenure:
-    """One tenure. `lease` and `poll` are seconds, as for `OutboxRelay`. Only `settled` may run on other threads."""
+    """One tenure. `lease` and `poll` are seconds, as for `OutboxRelay`.
+
+    Only `settled` and `silence` may run on other threads.
+    """
 
     def __init__(
         self,
@@ -168,6 +171,11 @@ class Tenure:
         self._said = ""
         self._answered_at = _monotonic()
         self._held_since: float | None = None
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the start of the last statement that the database has answered."""
+        return _monotonic() - self._answered_at
 
     def settled(self, receipt: Receipt) -> None:
         """Record a settled receipt. The producer's callback thread calls this method."""

@@ -339,6 +339,8 @@ def test_E14_a_relay_that_is_cut_off_from_the_database_loses_its_rows_when_its_l
             for number in range(20):
                 add(engine, outbox, b"%d" % number, key=str(number))
             eventually(lambda: second.counts.confirmed == 20 and len(second.partitions) == PARTITIONS)
+            eventually(lambda: "the database has not answered" in " ".join(first.health().reasons))
+            assert not first.is_ready
             proxy.cut()
             proxy.heal()
             eventually(lambda: first.counts.tenures > tenures and len(first.partitions) == PARTITIONS // 2)
