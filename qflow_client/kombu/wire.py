@@ -56,6 +56,8 @@ class _Poll:
     """
 
     def __init__(self, sock: Any) -> None:
+        # Another thread writes to this pipe to end a wait. The pipe is created for the first wait.
+        self._pipe: tuple[int, int] | None = None
         self._fd = sock.fileno()
         self._for_input = select.poll()
         self._for_input.register(self._fd, select.POLLIN)
@@ -63,8 +65,6 @@ class _Poll:
         self._for_both.register(self._fd, select.POLLIN | select.POLLOUT)
         self._for_now = _unpatched_poll()
         self._for_now.register(self._fd, select.POLLIN | select.POLLOUT)
-        # Another thread writes to this pipe to end a wait. The pipe is created for the first wait.
-        self._pipe: tuple[int, int] | None = None
 
     def now(self) -> int:
         """Return the present state of the socket (the bits of `select.poll`) without waiting."""
@@ -98,10 +98,12 @@ class _Poll:
                 os.write(self._pipe[1], b"\0")
 
     def close(self) -> None:
-        if self._pipe is not None:
-            for fd in self._pipe:
-                os.close(fd)
-            self._pipe = None
+        pipe, self._pipe = self._pipe, None
+        for fd in pipe or ():
+            os.close(fd)
+
+    # A program may drop a connection without closing it.
+    __del__ = close
 
 
 def _pipe() -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import amqp
@@ -763,6 +764,26 @@ def test_E11_tls_refuses_a_certificate_that_does_not_name_the_host(stack, localh
     # Do not use kombu's `connect`, because it tries again after seconds.
     with pytest.raises(ssl.SSLCertVerificationError, match=r"127\.0\.0\.1"):
         connection.transport.establish_connection()
+
+
+def test_a_connection_that_is_dropped_without_a_close_leaves_no_open_pipe(broker):
+    connection = Connection(broker.url.replace("amqp", "qflow"), transport_options={"confirm_publish": True})
+    publish(connection.default_channel)
+    pipe = connection.connection.transport._poll._pipe
+    inodes = [os.fstat(fd).st_ino for fd in pipe]
+    objects = [connection]
+    del connection
+
+    def drop() -> None:
+        objects.clear()
+        gc.collect()
+
+    with pytest.warns(ResourceWarning, match="unclosed"):
+        drop()
+    for fd, inode in zip(pipe, inodes, strict=True):
+        # Another file may have the number by now.
+        with suppress(OSError):
+            assert os.fstat(fd).st_ino != inode
 
 
 def test_settings_of_flow_control_can_be_transport_options(broker, connect, monkeypatch):
