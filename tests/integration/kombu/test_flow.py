@@ -648,14 +648,14 @@ def test_remote_control_in_the_event_loop_of_a_blocked_connection_is_logged_and_
         if is_blocked_before:
             broker.block("no memory")
             held(channel, HoldKind.CONNECTION_BLOCKED)
+            channel.basic_publish(channel.prepare_message(b"hello"), exchange="celery.pidbox", routing_key="")
         else:
             channel.confirm_select()
             broker.withhold_confirms()
             alarm = start(lambda: broker.wait_until(lambda it: it.queue("q").depth) or broker.block("no memory"))
-        channel.basic_publish(channel.prepare_message(b"hello"), exchange="celery.pidbox", routing_key="")
-        hub.close()
-        if not is_blocked_before:
+            channel.basic_publish(channel.prepare_message(b"hello"), exchange="celery.pidbox", routing_key="")
             alarm.result()
+        hub.close()
 
     broker.bind("celery.pidbox", "q", "")
     start(run).result()
