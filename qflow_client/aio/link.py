@@ -94,6 +94,8 @@ class Link:
         # aiormq's newest connection and channel; ``None`` before the channel is open for the first time.
         self._amqp: Any = None
         self._channel: Any = None
+        # Done when the newest connection of aiormq has ended; ``None`` before the channel is open for the first time.
+        self._amqp_closing: asyncio.Future[Any] | None = None
         # The number of the channel while it is attached to the tap; otherwise ``None``.
         self._number: int | None = None
         # Done when the partly written message is complete; ``None`` while `close` does not wait for this message.
@@ -256,7 +258,8 @@ class Link:
         amqp = transport.connection
         channel, number = await open_channel(amqp, tapped.tap, self._settings, self._topology, self.url)
         if amqp is not self._amqp:
-            amqp.closing.add_done_callback(self._on_close)
+            self._amqp_closing = amqp.closing
+            self._amqp_closing.add_done_callback(self._on_close)
         self.writer, self._amqp, self._channel, self._number = tapped, amqp, channel, number
         now = time.monotonic()
         tapped.tap.heartbeat = float(amqp.heartbeat_timeout)
@@ -291,6 +294,9 @@ class Link:
             await self._close(patience)
         finally:
             self._leave(GIVEN_UP)
+            if self._amqp_closing is not None:
+                # A shared connection would keep this link in memory until its end.
+                self._amqp_closing.remove_done_callback(self._on_close)
             if self._protocol.wants_channel:
                 # The channel was lost, and no new channel is open yet.
                 self._give_up(GIVEN_UP)
@@ -430,6 +436,8 @@ class Link:
         error = _error(closing)
         left, self._leaves_because = self._leaves_because, ""
         stuck = self._amqp.heartbeat_timeout > 0 and self._amqp.is_connection_was_stuck
+        # aiormq reports no error if it notices the end of the data before it waits for the next frame.
+        cut = not closing.cancelled() and closing.exception() is None and not self._connection.close_called
         if left:
             why = lost(left)
         elif stuck:
@@ -437,10 +445,12 @@ class Link:
                 "the broker sent nothing, not even heartbeats, at a heartbeat interval of "
                 f"{self._amqp.heartbeat_timeout} s"
             )
+        elif cut:
+            why = lost("the broker closed the socket")
         else:
             why = lost("it was closed" if error is None else words(error))
-        # If there is no error, aiormq's tasks were cancelled: the loop is ending, or the broker was silent (`stuck`).
-        self._lost(why, returns=(bool(left) or stuck or error is not None) and self._comes_back)
+        # Otherwise without an error, aiormq's tasks were cancelled, because the loop is ending.
+        self._lost(why, returns=(bool(left) or stuck or cut or error is not None) and self._comes_back)
 
     @property
     def _comes_back(self) -> bool:

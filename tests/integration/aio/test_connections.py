@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import ssl
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -23,6 +25,7 @@ from qflow_client import (
     UndeliveredMessages,
     connect_async,
 )
+from qflow_client.amqp.frames import CONNECTION_UNBLOCKED, METHOD_FRAME, frame
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 from tests.effort import rounds
@@ -250,6 +253,37 @@ async def test_a_robust_connection_reconnects_together_with_its_producers(broker
         await another.flush()
     await soon(lambda: got == [b"again"] * 100)
     await connection.close()
+
+
+async def test_a_robust_connection_restores_its_producers_even_if_aiormq_reports_no_error(broker: Broker) -> None:
+    connection = await connect_async(broker.url, robust=True, reconnect_interval=0.1)
+    async with connection, AsyncProducer(connection=connection, routing_key="q") as producer:
+        assert connection.tapped is not None
+        events = producer.flow_events()
+        # aiormq's reader ends without an error if it finds the end of the data immediately after a frame. This often
+        # happens while consumers receive messages.
+        protocol = connection.tapped._protocol
+        protocol.data_received(frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED))
+        protocol.eof_received()
+        connection.tapped.abort()
+        event = await anext(events)
+        assert event.hold is not None
+        assert event.hold.detail == "the connection is lost: the broker closed the socket"
+        assert await (await producer.send(b"after", timeout=PATIENCE)) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"after"]
+
+
+async def test_a_shared_connection_keeps_no_reference_to_a_closed_producer(broker: Broker) -> None:
+    async with await connect_async(broker.url) as connection:
+        producer = await AsyncProducer(connection=connection, routing_key="q").connect()
+        await (await producer.send(b""))
+        link = weakref.ref(producer._engine.link)
+        await producer.close()
+        del producer
+        # aiormq keeps its newest channel, and with it the first link, until it has read a frame of another channel.
+        async with AsyncProducer(connection=connection, routing_key="q") as another:
+            await (await another.send(b""))
+        await soon(lambda: [gc.collect(), link()][1] is None)
 
 
 async def test_a_connection_opens_even_if_the_broker_blocks_it_immediately(make_broker: Callable[..., Broker]) -> None:
