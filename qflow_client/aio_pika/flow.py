@@ -153,8 +153,9 @@ class ChannelFlow(DropInFlow):
         self._before = 0
         # Encoded ``Basic.Publish`` frames. A key contains exchange, routing key, mandatory and immediate.
         self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
-        # The futures for the results of mandatory messages. The key is the message id.
-        self._mandatory: dict[str, asyncio.Future[Any]] = {}
+        # The futures for the results of mandatory messages, in the order of publishing, with exchange and routing key.
+        # The key is the message id. The application may give several messages the same id.
+        self._mandatory: dict[str, list[tuple[asyncio.Future[Any], str, str]]] = {}
         # The error that ended aiormq's newest channel. Publishing calls that used the channel raise this error.
         self._reason: BaseException | None = None
         # True while a call of `after` is scheduled on the loop.
@@ -362,8 +363,9 @@ class ChannelFlow(DropInFlow):
         if receipt._outcome is None:
             settled: asyncio.Future[Any] = self._loop.create_future()
             receipt._waiter = settled
+            expected = settled, exchange, routing_key
             if mandatory is not None and self._confirms:
-                self._mandatory[mandatory] = settled
+                self._mandatory.setdefault(mandatory, []).append(expected)
             timer = None
             try:
                 if timeout is None:
@@ -379,8 +381,8 @@ class ChannelFlow(DropInFlow):
                     self._deadlines.remove(settled)
                 else:
                     timer.cancel()
-                if mandatory is not None and self._mandatory.get(mandatory) is settled:
-                    del self._mandatory[mandatory]
+                if mandatory is not None and expected in self._mandatory.get(mandatory, ()):
+                    self._forget_mandatory(mandatory, expected)
             if returned is not None:
                 return returned  # type: ignore[no-any-return]  # `_tell_returns` has set it
         return self._verdict(receipt, began, message.body)
@@ -496,7 +498,7 @@ class ChannelFlow(DropInFlow):
         for method, header, body in returned:
             content: Any = pamqp.frame.unmarshal(frame(HEADER_FRAME, channel.number, header))[2]
             message = DeliveredMessage(delivery=method, header=content, body=body, channel=channel)
-            settled = self._mandatory.pop(content.properties.message_id, None)
+            settled = self._take_mandatory(content.properties.message_id, method.exchange, method.routing_key)
             if settled is None or settled.done():
                 log(logging.WARNING, "%s: the broker returned a message that no call waits for: %r", self.name, message)
                 continue
@@ -509,6 +511,22 @@ class ChannelFlow(DropInFlow):
                 except Exception as error:
                     log(logging.ERROR, "%s: a return callback failed: %r", self.name, callback, error=error)
             settled.set_result(message)
+
+    def _take_mandatory(self, message_id: str, exchange: str, routing_key: str) -> asyncio.Future[Any] | None:
+        """Remove and return the future of the message that a return refers to; ``None`` if no call waits for it."""
+        own = self._mandatory.get(message_id)
+        if not own:
+            return None
+        # Prefer a message with the exchange and routing key of the return. Brokers return messages in order.
+        found = next((each for each in own if each[1:] == (exchange, routing_key)), own[0])
+        self._forget_mandatory(message_id, found)
+        return found[0]
+
+    def _forget_mandatory(self, message_id: str, expected: tuple[asyncio.Future[Any], str, str]) -> None:
+        own = self._mandatory[message_id]
+        own.remove(expected)
+        if not own:
+            del self._mandatory[message_id]
 
     def after(self) -> None:
         """Report returned messages, wake waiters, write log entries, and report flow events."""

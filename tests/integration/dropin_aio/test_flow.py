@@ -176,6 +176,20 @@ async def test_without_a_hold_the_error_of_a_publish_with_timeout_0_names_only_t
         assert bodies(broker) == []
 
 
+async def test_each_returned_message_is_reported_to_its_own_publish_even_if_several_have_the_same_id(
+    broker: Broker, connect: Any
+) -> None:
+    async with opened(connect(), on_return_raises=True) as channel:
+        message = aio_pika.Message(b"", message_id="an id of the application")
+        keys = ["nowhere", "q", "nowhere", "elsewhere", "q"]
+        publishing = (channel.default_exchange.publish(message, key) for key in keys)
+        results = await asyncio.gather(*publishing, return_exceptions=True)
+        refused = [isinstance(each, aio_pika.exceptions.PublishError) for each in results]
+        assert refused == [key != "q" for key in keys]
+        assert not channel.flow_control._mandatory
+    assert bodies(broker) == [b"", b""]
+
+
 async def test_C6_unconfirmed_messages_never_exceed_the_capacity(broker: Broker, connect: Any) -> None:
     async with opened(connect(capacity=5, max_producer_flow_control_wait=PATIENCE)) as channel:
         broker.withhold_confirms()
