@@ -512,7 +512,7 @@ class ChannelFlow(DropInFlow):
                     log(logging.ERROR, "%s: a return callback failed: %r", self.name, callback, error=error)
             settled.set_result(message)
 
-    def _take_mandatory(self, message_id: str, exchange: str, routing_key: str) -> asyncio.Future[Any] | None:
+    def _take_mandatory(self, message_id: str, exchange: str, routing_key: str | None) -> asyncio.Future[Any] | None:
         """Remove and return the future of the message that a return refers to; ``None`` if no call waits for it."""
         own = self._mandatory.get(message_id)
         if not own:

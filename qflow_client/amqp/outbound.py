@@ -127,7 +127,12 @@ class Outbound:
         """The unwritten bytes of a partly written frame. Empty at a frame boundary."""
         if not self.mid_frame:
             return b""
-        return self._data[self._at : self._borders[bisect_left(self._borders, self._at)]]
+        return self._view(self._borders[bisect_left(self._borders, self._at)])
+
+    def _view(self, end: int) -> bytes:
+        """Return the unwritten bytes before the offset `end`, without a copy of the rest of a large message."""
+        # If each partial write made such a copy, the writes would take time with the square of the message's size.
+        return memoryview(self._data)[self._at : end]  # type: ignore[return-value]  # callers only slice and write it
 
     def stop(self) -> bool:
         """Stop after the current message. Return True if neither a message nor a control frame is partly written."""
@@ -149,7 +154,7 @@ class Outbound:
                 data, controls = b"".join(self._controls), list[bytes]()
                 borders = [len(data)]
                 self._data, self._controls, self._borders = data, controls, borders
-        return self._data[self._at :] if self._at else self._data
+        return self._view(len(self._data)) if self._at else self._data
 
     def _take_rest(self, limit: int) -> None:
         rest, first = self._rest, self._taken

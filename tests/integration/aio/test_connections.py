@@ -25,6 +25,7 @@ from qflow_client import (
     UndeliveredMessages,
     connect_async,
 )
+from qflow_client.aio.connection import TappedConnection
 from qflow_client.amqp.frames import CONNECTION_UNBLOCKED, METHOD_FRAME, frame
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
@@ -257,6 +258,7 @@ async def test_a_robust_connection_reconnects_together_with_its_producers(broker
 
 async def test_a_robust_connection_restores_its_producers_even_if_aiormq_reports_no_error(broker: Broker) -> None:
     connection = await connect_async(broker.url, robust=True, reconnect_interval=0.1)
+    assert isinstance(connection, TappedConnection)
     async with connection, AsyncProducer(connection=connection, routing_key="q") as producer:
         assert connection.tapped is not None
         events = producer.flow_events()

@@ -47,6 +47,15 @@ def test_all_bytes_of_the_output_buffer_can_be_taken_by_one_write() -> None:
     assert outbound.is_empty
 
 
+def test_partial_writes_of_a_large_message_do_not_copy_its_rest() -> None:
+    outbound = batch([b"a large message"])
+    whole = outbound.data(1)
+    outbound.advance(2)
+    for rest in (outbound.data(1), outbound.unfinished):
+        assert rest == b"large message"
+        assert memoryview(rest).obj is whole
+
+
 def test_a_message_counts_as_begun_with_its_first_written_byte_and_as_finished_with_its_last() -> None:
     outbound = batch([b"ab", b"cd"], [b"ef"])
     seen = []
