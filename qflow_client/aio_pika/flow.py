@@ -225,6 +225,9 @@ class ChannelFlow(DropInFlow):
         if isinstance(error, asyncio.CancelledError):
             # A task would seem to be cancelled if its `publish` raised this error.
             error = None if self.left else AMQPConnectionError(_STOPPED_READING)
+        elif type(error) is Exception:
+            # aiormq's error, without a text, if it notices the end of the data before it waits for the next frame.
+            error = None if self.left else AMQPConnectionError("the broker closed the socket")
         self._reason = error
         tapped = self._tapped
         tapped.tap.detach(number)

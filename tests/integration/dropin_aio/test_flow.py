@@ -27,6 +27,7 @@ from qflow_client import (
     SettingsError,
     flow_manager,
 )
+from qflow_client.amqp.frames import CONNECTION_UNBLOCKED, METHOD_FRAME, frame
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 from tests.certificates import server_context
@@ -443,6 +444,24 @@ async def test_a_publish_fails_if_aiormq_finds_the_connection_dead(broker: Broke
         # aiormq does this if no heartbeat has come for too long. The error of the connection is then a CancelledError.
         channel.flow_control.channel.connection._reader_task.cancel()
         with pytest.raises(AMQPConnectionError, match="not even heartbeats"):
+            await publishing
+
+
+@with_both
+async def test_a_publish_fails_with_a_connection_error_even_if_aiormq_reports_no_error(
+    broker: Broker, connect: Any
+) -> None:
+    async with await connect() as connection:
+        channel = await connection.channel()
+        broker.withhold_confirms()
+        publishing = asyncio.ensure_future(publish(channel, b""))
+        await soon(lambda: broker.queue("q").depth == 1)
+        # aiormq's reader ends without an error if it finds the end of the data immediately after a frame.
+        protocol = connection.tapped._protocol
+        protocol.data_received(frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED))
+        protocol.eof_received()
+        connection.tapped.abort()
+        with pytest.raises(AMQPConnectionError, match="the broker closed the socket"):
             await publishing
 
 
