@@ -130,8 +130,8 @@ class QueueCarrier:
         self._pass_on = channel.frames.put
         # The Basic.Return and the header of an incomplete returned message; ``None`` if there is no such message.
         self._returned: tuple[spec.Basic.Return, ContentHeader | None] | None = None
-        # The received part of the body of the incomplete returned message.
-        self._body = b""
+        # The received part of the body of the incomplete returned message. A `bytearray` grows without copies.
+        self._body = bytearray()
         #: Whether a `_Turn` is in the write queue, or waits for room in this queue.
         self.awake = False
         #: True from `begin_turn` until asyncio has taken the bytes and accepts more (`end_turn`).
@@ -207,7 +207,7 @@ class QueueCarrier:
             case spec.Channel.Flow():
                 self.pass_event(lambda protocol, now: protocol.on_flow(bool(frame.active), now))
             case spec.Basic.Return():
-                self._returned, self._body = (frame, None), b""
+                self._returned, self._body = (frame, None), bytearray()
             case ContentHeader() | ContentBody() if self._returned is not None:
                 self._take_content(frame)
             case spec.Channel.Close():
@@ -238,7 +238,7 @@ class QueueCarrier:
             self._returned = None
             code, text = int(method.reply_code or 0), method.reply_text or ""
             names = method.exchange or "", method.routing_key or ""
-            payload, body = header.marshal(), self._body
+            payload, body = header.marshal(), bytes(self._body)
             self.pass_event(lambda protocol, _now: protocol.on_return(code, text, *names, payload, body))
 
     def pump(self) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import aio_pika as original
 import pytest
+from aiormq import spec
+from pamqp.body import ContentBody
+from pamqp.header import ContentHeader
 
 import qflow_client.aio_pika as aio_pika
 from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
@@ -114,6 +117,19 @@ async def test_acks_nacks_and_returns_reach_the_publish_call_of_their_message(br
         assert bodies(broker) == [b"%d" % number for number in range(200)]
         await publish(unconfirmed, b"unconfirmed")
         await soon(lambda: broker.queue("q").depth == 201)
+
+
+async def test_the_frames_of_a_large_returned_message_are_collected_without_copies(broker: Broker) -> None:
+    async with opened(original.connect(broker.url)) as plain:
+        channel: Any = aio_pika.wrap(plain)
+        carrier = channel.flow_control._tapped
+        assert carrier._take_frame(spec.Basic.Return(312, "NO_ROUTE", "", "nowhere"))
+        assert carrier._take_frame(ContentHeader(body_size=3))
+        collected = carrier._body
+        for part in (b"1", b"2"):
+            assert carrier._take_frame(ContentBody(part))
+            assert carrier._body is collected
+        assert collected == b"12"
 
 
 async def test_a_wrapped_robust_channel_stays_under_flow_control_after_a_reconnection(
