@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from aiormq import ConnectionClosed
+from aiormq.exceptions import ChannelClosed
 from yarl import URL
 
 from qflow_client.aio.aiormq_io import TapTransport
@@ -21,6 +22,7 @@ from qflow_client.aio.connection import (
     TappedConnection,
     TappedRobustConnection,
     address_of,
+    channel_reply,
     final,
     open_connection,
     words,
@@ -54,6 +56,8 @@ __all__ = ["Link"]
 
 # If more bytes than this are unwritten after a read, write them before the tasks that the read has woken add messages.
 _ENOUGH = 1 << 13
+# The class id and the method id of ``Channel.Open``.
+_CHANNEL_OPEN = (20, 10)
 
 
 class Link:
@@ -412,6 +416,10 @@ class Link:
             # The connection has ended too, and `_on_close` reports the reason.
             return
         error = _error(closing)
+        if isinstance(error, ChannelClosed) and self._protocol.channel.number is not None:
+            # The broker closed the channel before the tap passed its frames to the protocol. No message is the cause.
+            code, text = channel_reply(error)
+            LOOPS.take(lambda: self._protocol.channel_closed(code, text, _CHANNEL_OPEN, time.monotonic()))
         # If the broker closed the channel, the tap has already reported the close, and the protocol's channel has no
         # number. If there is no error, the loop is ending and has cancelled aiormq's tasks.
         by_broker = error is not None and self._protocol.channel.number is None

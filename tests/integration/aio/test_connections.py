@@ -26,6 +26,7 @@ from qflow_client import (
     connect_async,
 )
 from qflow_client.aio.connection import TappedConnection
+from qflow_client.aio.opening import open_channel
 from qflow_client.amqp.frames import CONNECTION_UNBLOCKED, METHOD_FRAME, frame
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
@@ -207,6 +208,23 @@ async def test_a_channel_closed_by_the_broker_does_not_close_the_other_channels_
         async with AsyncProducer(connection=connection, routing_key="q") as three:
             assert await (await three.send(b"")) is Outcome.CONFIRMED
         await two.close()
+
+
+async def test_a_producer_opens_another_channel_if_the_broker_closes_a_channel_that_has_just_been_opened(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def open_closed(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        opened = await open_channel(*arguments)
+        broker.close_channels(404, "the operator's wish")
+        await soon(lambda: opened[0].is_closed)
+        return opened
+
+    monkeypatch.setattr("qflow_client.aio.link.open_channel", open_closed)
+    async with AsyncProducer(broker.url, routing_key="q") as producer:
+        assert await (await producer.send(b"")) is Outcome.CONFIRMED
+        await producer.flush()
+    assert bodies(broker) == [b""]
 
 
 async def test_closing_the_shared_connection_ends_its_producers(broker: Broker) -> None:
