@@ -58,8 +58,9 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def open_gate(number: int = 200_000) -> dict[str, float]:
+def open_gate() -> dict[str, float]:
     """Return the nanoseconds of one check of an open gate, and of one admission with its confirm, without sockets."""
+    number = 200_000
     settings = ProducerSettings(capacity=1000)
     protocol = ProducerProtocol(settings, id_prefix="0123456789abcdef-", now=0.0)
     protocol.channel_opened(1, 1 << 17, 0.0)
@@ -261,7 +262,7 @@ def _rest(seconds: float) -> float:
     return (time.process_time() - began) / seconds
 
 
-def blocked_threads(url: str, count: int = 1000, seconds: float = 5.0) -> dict[str, Any]:
+def blocked_threads(url: str, count: int, seconds: float) -> dict[str, Any]:
     """Measure threads that wait in `Producer.send`: their cost, and whether they continue in order."""
     numbers = [0] * count
     with Producer(url, routing_key="benchmark", mandatory=False, capacity=count) as producer:
@@ -298,7 +299,7 @@ def blocked_threads(url: str, count: int = 1000, seconds: float = 5.0) -> dict[s
     }
 
 
-def blocked_tasks(url: str, count: int = 100_000, seconds: float = 5.0) -> dict[str, Any]:
+def blocked_tasks(url: str, count: int, seconds: float) -> dict[str, Any]:
     """Measure tasks that wait in `AsyncProducer.send`: their cost, and whether they continue in order."""
 
     async def run() -> dict[str, Any]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
-from typing import Any, TextIO
+from typing import Any
 
 import qflow_client
 from benchmarks.peers import Peer
@@ -235,14 +234,13 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def print_table(title: str, rows: Sequence[Row], out: TextIO | None = None) -> None:
+def print_table(title: str, rows: Sequence[Row]) -> None:
     """Print with rich if it is installed, and otherwise as plain text."""
-    out = out or sys.stdout
     try:
         from rich.console import Console
         from rich.table import Table
     except ModuleNotFoundError:
-        print(plain_table(title, rows), file=out)
+        print(plain_table(title, rows))
         return
     table = Table(title=title)
     for at, heading in enumerate(_HEADINGS):
@@ -250,8 +248,8 @@ def print_table(title: str, rows: Sequence[Row], out: TextIO | None = None) -> N
     for at, row in enumerate(rows):
         table.add_row(*cells(row), end_section=at + 1 < len(rows) and rows[at + 1].size != row.size)
     # In a file or a pipe, a width of 80 columns would break every row.
-    console = Console(file=out)
-    (console if console.is_terminal else Console(file=out, width=160)).print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)
 
 
 def plain_table(title: str, rows: Sequence[Row]) -> str:

@@ -91,7 +91,7 @@ def busy(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
-def run_once(suite: str, command: str, *, load: int, limit: float, log: Path, root: Path = ROOT) -> Run:
+def run_once(suite: str, command: str, *, load: int, limit: float, log: Path) -> Run:
     """Run a suite once under load. The output of the suite goes to the file `log`.
 
     Args:
@@ -99,9 +99,9 @@ def run_once(suite: str, command: str, *, load: int, limit: float, log: Path, ro
         load: number of processes that keep the cores busy
         limit: maximum seconds of the run
     """
-    commit, begun = commit_of(root), time.time()
+    commit, begun = commit_of(ROOT), time.time()
     with busy(load):
-        ended = run_stage(Stage(suite, command, limit=limit), root, log)
+        ended = run_stage(Stage(suite, command, limit=limit), ROOT, log)
     text = log.read_text(encoding="utf-8", errors="replace")
     # The counts are in the last line of pytest's output.
     counts = {what: int(count) for count, what in _COUNT.findall(text.rstrip().rpartition("\n")[2])}

@@ -28,8 +28,6 @@ _BETWEEN_BROKER = (4.0, 10.0)
 # Maximum bytes in one direction after which a connection is cut, often in the middle of a frame.
 _FEW_BYTES = 2000
 
-_Undo = tuple[float, Callable[[], object]]
-
 
 class Faults:
     """Creates faults until `stop` is called, which ends all faults.

@@ -22,8 +22,6 @@ from qflow_client.report.tables import Fact, Tables, bin_width
 
 __all__ = ["flow_events", "flow_report", "flow_report_of_stream", "flow_report_stream"]
 
-_SECOND = 1_000_000
-
 _KEYS = tuple(f"k{number}" for number in range(1, 6))
 _MORE = tuple(f"more_{number}" for number in range(1, 7))
 _GROUP = ("table", *_KEYS, "bucket")

@@ -95,7 +95,6 @@ class SqliteSession:
             )
         self._tables = tables
         self._last = 0
-        self._in_sweep = False
         self._is_fresh = True
         self.is_full = True
         self.has_more = False

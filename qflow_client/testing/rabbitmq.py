@@ -45,7 +45,6 @@ _METHOD_FRAME = b"\x01"
 _ALARMS_ARE_NOTICED = "rabbit_alarm:get_alarms()"
 
 _EPMD_TIMEOUT = 60.0
-_POLL_INTERVAL = 0.05
 
 
 class RabbitMQError(RuntimeError):
