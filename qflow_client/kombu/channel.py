@@ -24,8 +24,8 @@ from qflow_client.kombu.flow import ChannelFlow
 from qflow_client.kombu.wire import Unanswered
 from qflow_client.logs import log
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import WhenFlowed, check_timeout
-from qflow_client.skin import DEFAULT
+from qflow_client.settings import WhenFlowed
+from qflow_client.skin import DEFAULT, deadline_of
 
 __all__ = ["PIPELINED", "Channel"]
 
@@ -366,18 +366,13 @@ class Channel(pyamqp.Channel):
         if protocol.unwritten:
             flow.write()
 
-    def _deadline(self, timeout: float | None) -> float:
-        if timeout is None:
-            return math.inf
-        return _monotonic() + timeout
-
     def _limit(self) -> float | None:
         wait: float | None = self.connection.flow_settings.max_producer_flow_control_wait
         return wait
 
     def _write_all(self, flow: ChannelFlow, encoded: EncodedMessage) -> None:
         wait = self._limit()
-        deadline = self._deadline(wait)
+        deadline = deadline_of(wait)
         protocol = flow.protocol
         size = len(encoded.frames)
         while protocol.unwritten:
@@ -398,7 +393,7 @@ class Channel(pyamqp.Channel):
         if not receipt.done:
             flow = self._open_flow()
             wait = self._limit() if timeout is None else timeout
-            deadline = self._deadline(wait)
+            deadline = math.inf if wait is None else _monotonic() + wait
             while not receipt.done:
                 is_up = _monotonic() >= deadline
                 if is_up or (flow.protocol.gate.is_held_by(HoldKind.CONNECTION_BLOCKED) and connection.must_not_wait):
@@ -441,9 +436,8 @@ class Channel(pyamqp.Channel):
         """
         if timeout is DEFAULT:
             timeout = self._limit()
-        check_timeout(timeout)
+        deadline = deadline_of(timeout)
         flow = self._open_flow()
-        deadline = self._deadline(timeout)
         flag = Flag()
         if not flow.drive(calls.flush(flow.protocol, flag, deadline), flag, partial(self._turn, flow)):
             unsettled = flow.protocol.unsettled
@@ -494,8 +488,7 @@ class Channel(pyamqp.Channel):
         Raises:
             TypeError, ValueError: `timeout` is not a number.
         """
-        check_timeout(timeout)
-        deadline = self._deadline(timeout)
+        deadline = deadline_of(timeout)
         if not self.flow_state.flowed:
             return True
         flow, flag = self._open_flow(), Flag()
