@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
-from datetime import date, datetime
-from decimal import Decimal
 from hashlib import blake2b
 from typing import Any
 
@@ -263,21 +261,13 @@ def _json_converter(name: str, kind: DataType) -> Callable[[Any], Any] | None:
     if isinstance(kind, BinaryType):
         return lambda value: base64.b64encode(value).decode()
     if isinstance(kind, (DateType, TimestampType, TimestampNTZType)):
-        return _iso
+        return lambda value: value.isoformat()
     if isinstance(kind, DecimalType):
-        return _number
+        # Convert a decimal to text, because often no float has exactly the same value.
+        return str
     if isinstance(kind, (FloatType, DoubleType)):
         return _finite
     return None
-
-
-def _iso(value: date | datetime) -> str:
-    return value.isoformat()
-
-
-def _number(value: Decimal) -> str:
-    # Convert the decimal to text, because often no float has exactly the same value.
-    return str(value)
 
 
 def _finite(value: float) -> float | str:

@@ -228,7 +228,3 @@ def _known(slots: int | None, name: str) -> int:
             "call qflow_client.spark.register(spark) first"
         )
     return slots
-
-
-def named(settings: ProducerSettings, name: str) -> ProducerSettings:
-    return settings.replace(name=f"{settings.name} {name}"[:255])

@@ -22,7 +22,7 @@ from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings
 from qflow_client.spark.columns import RowError, Rows
 from qflow_client.spark.creditqueue import CreditLine
-from qflow_client.spark.options import SinkOptions, named
+from qflow_client.spark.options import SinkOptions
 from qflow_client.sync import Producer
 
 __all__ = ["StreamWriter", "Summary", "TaskReport", "Writer"]
@@ -199,7 +199,8 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
         DeliveryError, UndeliveredMessages: messages were returned, nacked or rejected, or the connection was lost.
         RowError: AMQP cannot represent a row.
     """
-    settings = named(options.producer, f"task {task}.{task.attempt}")
+    name = f"{options.producer.name} task {task}.{task.attempt}"[:255]
+    settings = options.producer.replace(name=name)
     mark = REPUBLISHED if task.attempt else None
     id_prefix = f"{task}-" if options.message_id == "position" else None
     count = size = 0
