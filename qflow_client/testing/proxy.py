@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import pamqp.base
 import pamqp.frame
 
-from qflow_client.testing.node import free_port
+from qflow_client.testing.node import HOST, free_port
 from qflow_client.testing.relay import NO_RULES, Direction, ProxiedConnection, Relay, Relays
 
 __all__ = ["Direction", "FaultProxy", "ProxiedConnection", "Schedule"]
@@ -30,7 +30,6 @@ _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-_HOST = "127.0.0.1"
 _PORTS = {"amqp": 5672, "amqps": 5671}
 # Receive buffer in bytes of the proxy's socket to each client. It is small, so that `stall` soon blocks the client.
 _RECEIVE_BUFFER = 1 << 18
@@ -199,7 +198,7 @@ class FaultProxy:
             # `free_port` returns no port that the system uses for outgoing connections. If a client got the proxy's
             # port as its own port while the proxy refuses connections, the client would connect to itself.
             self._port = self._port or free_port(set(), for_proxy=True)
-            listener.bind((_HOST, self._port))
+            listener.bind((HOST, self._port))
             listener.listen(128)
             listener.setblocking(False)
         except BaseException:
@@ -251,7 +250,7 @@ class FaultProxy:
         """The URL of the broker with the address of this proxy."""
         login, at, _ = self._parts.netloc.rpartition("@")
         return self._parts._replace(
-            scheme=self._parts.scheme or "amqp", netloc=f"{login}{at}{_HOST}:{self.port}"
+            scheme=self._parts.scheme or "amqp", netloc=f"{login}{at}{HOST}:{self.port}"
         ).geturl()
 
     def _call(self, function: Callable[[], _Result]) -> _Result:
