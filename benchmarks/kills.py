@@ -27,11 +27,11 @@ import pika
 from benchmarks.embedded import EMBEDDED, broker_url
 from benchmarks.proof import print_proof
 from qflow_client import Outbox, Producer
+from qflow_client.message import REPUBLISHED
 
-__all__ = ["MARK", "Verdict", "audit", "print_verdict", "read_queue", "run"]
+__all__ = ["Verdict", "audit", "print_verdict", "read_queue", "run"]
 
 _QUEUE = "qflow.kills"
-MARK = "x-qflow-republished"
 # Default for the maximum seconds from the start of a producer to its kill.
 _LONGEST = 0.3
 # Maximum seconds for each step.
@@ -243,7 +243,7 @@ def read_queue(channel: pika.adapters.blocking_connection.BlockingChannel, queue
     for method, properties, body in channel.consume(queue, auto_ack=True, inactivity_timeout=_PATIENCE):
         if method is None or properties is None or body is None:
             raise RuntimeError(f"queue {queue!r} delivered none of its remaining {left} messages for {_PATIENCE:g} s")
-        yield body, bool((properties.headers or {}).get(MARK))
+        yield body, bool((properties.headers or {}).get(REPUBLISHED))
         left -= 1
         if not left:
             break

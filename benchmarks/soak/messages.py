@@ -8,6 +8,8 @@ from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
 
+from qflow_client.message import REPUBLISHED
+
 __all__ = ["Copy", "body_of", "is_long", "read_copy", "whose"]
 
 # The first part of a body: sender, number, and a checksum of both and of the rest of the body.
@@ -17,8 +19,6 @@ _WHO = Struct(">IQ")
 # that a connection can end between two of them.
 _SHORT, _LONG = 600, 300_000
 _LONG_EVERY = 1000
-
-_MARK = "x-qflow-republished"
 
 _FILLING = Random(0).randbytes(_LONG)
 
@@ -57,7 +57,7 @@ def whose(body: bytes) -> tuple[int, int]:
 
 def read_copy(body: bytes, headers: Mapping[str, object] | None) -> Copy:
     """Read a message from the queue."""
-    marked = bool((headers or {}).get(_MARK))
+    marked = bool((headers or {}).get(REPUBLISHED))
     if len(body) < _HEAD.size:
         return Copy(-1, 0, marked, False)
     sender, number, checksum = _HEAD.unpack_from(body)
