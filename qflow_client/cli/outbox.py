@@ -216,7 +216,7 @@ def drain(
     if rate is not None:
         given["rate"] = rate
     if not quiet:
-        warn_of_url(url, "QFLOW_URL")
+        warn_of_url(url)
     if not ProducerSettings.load(url, **given).confirms:
         raise SettingsError("confirms=False: qflow outbox drain removes only confirmed messages; set confirms=True")
     # Fail if the file does not exist, because `Outbox(path)` would create the file.

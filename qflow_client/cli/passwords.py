@@ -54,7 +54,7 @@ def warn_of_option(option: str, instead: str) -> None:
     )
 
 
-def warn_of_url(url: str | None, instead: str) -> None:
+def warn_of_url(url: str | None) -> None:
     """Print a warning if a URL on the command line contains a secret password."""
     try:
         is_public = url is None or urlsplit(url).password in _PUBLIC
@@ -62,7 +62,7 @@ def warn_of_url(url: str | None, instead: str) -> None:
         # The URL is invalid. The code that later uses the URL raises an error for it.
         return
     if not is_public:
-        warn_of_option("--url", instead)
+        warn_of_option("--url", "QFLOW_URL")
 
 
 def users_of(lines: Iterable[str], where: str) -> dict[str, str]:

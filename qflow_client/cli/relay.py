@@ -137,7 +137,7 @@ def run(
     the command line or a setting is wrong.
     """
     if not quiet:
-        warn_of_url(url, "QFLOW_URL")
+        warn_of_url(url)
     options = {"capacity": capacity, "rate": rate}
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     outbox, relays = _outbox(table, schema)

@@ -281,7 +281,7 @@ def send(
     if wait is not None:
         given["max_producer_flow_control_wait"] = _seconds(wait)
     if not quiet:
-        warn_of_url(url, "QFLOW_URL")
+        warn_of_url(url)
     settings = ProducerSettings.load(url, **given)
     if not settings.confirms:
         raise SettingsError(

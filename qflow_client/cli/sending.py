@@ -259,7 +259,9 @@ class Sending:
                 if isinstance(error, ProducerClosed) and stopping.signal is not None:
                     raise Stopped from None
                 code = ExitCode.FLOWED if isinstance(error, ProducerFlowed) else ExitCode.FAILED
-                raise self._not_sent(items[len(receipts)].record, error, code) from error
+                record = items[len(receipts)].record
+                words = f"record {record.number} (line {record.line}) and all after it were not sent: {error}"
+                raise CommandError(words, code) from error
             if self.account():
                 self._fail(stopping, "not every record was confirmed; nothing more was sent")
             items = items[len(receipts) :]
@@ -270,11 +272,6 @@ class Sending:
         if stopping.signal is not None:
             raise Stopped
         raise CommandError(why)
-
-    def _not_sent(self, record: Record, error: Exception, exit_code: ExitCode) -> CommandError:
-        return CommandError(
-            f"record {record.number} (line {record.line}) and all after it were not sent: {error}", exit_code
-        )
 
     def account(self) -> int:
         """Add the outcomes of settled receipts to the tally, and return how many messages are undelivered so far."""
