@@ -100,7 +100,6 @@ class SqliteSession:
         self.has_more = False
         self._lock: int | None = None
         self._holds = ""
-        self._has_all = False
         self._connection = engine.connect()
         try:
             with self._connection.begin():
@@ -126,17 +125,15 @@ class SqliteSession:
         return set(_PARTITIONS)
 
     def take(self, partitions: Iterable[int]) -> dict[int, int]:
-        if not self._has_all:
+        if self._lock is None:
             self._lock = open_private(self._path, os.O_RDWR)
             try:
                 lock(self._lock)
             except BlockingIOError:
-                os.close(self._lock)
-                self._lock = None
+                self._unlock()
                 return {}
             _locks.add(self._lock)
             self.say(self._holds)
-        self._has_all = True
         relay = self._tables.relay
         with self._connection.begin():
             found = self._connection.execute(query(relay.c.partition, relay.c.permitted)).all()
@@ -144,7 +141,7 @@ class SqliteSession:
 
     def give_up(self, doubts: Mapping[int, int]) -> None:
         relay = self._tables.relay
-        if self._has_all:
+        if self._lock is not None:
             with self._connection.begin():
                 for partition, doubt in doubts.items():
                     chosen = relay.c.partition == partition
@@ -152,7 +149,6 @@ class SqliteSession:
             self._unlock()
 
     def _unlock(self) -> None:
-        self._has_all = False
         if self._lock is not None:
             _locks.discard(self._lock)
             os.close(self._lock)
@@ -165,7 +161,7 @@ class SqliteSession:
         return False
 
     def read(self, limit: int, gone: Sequence[int] = ()) -> list[Row]:
-        if not self._has_all:
+        if self._lock is None:
             return []
         rows, relay = self._tables.rows.c, self._tables.relay
         self.is_full = self._is_fresh
