@@ -546,7 +546,7 @@ class RelayMetrics:
         self._partitions = meter.create_up_down_counter(
             "qflow.relay.partitions", "{partition}", "Partitions that the relay works on"
         )
-        self._backlog = backlog
+        self.backlog = backlog
 
     def begin(self) -> None:
         """Start to read the backlog at each collection of metrics."""
@@ -559,9 +559,6 @@ class RelayMetrics:
     def end(self) -> None:
         if _backlogs is not None:
             _backlogs.relays.pop(self, None)
-
-    def read(self) -> tuple[float, float] | None:
-        return self._backlog()
 
     def count(self, *, confirmed: int = 0, marked: int = 0, set_aside: int = 0, tenures: int = 0) -> None:
         for counter, number in (
@@ -596,7 +593,7 @@ class _Backlogs:
 
     def _callback(self, index: int) -> Callable[[CallbackOptions], list[Observation]]:
         def observe(_options: CallbackOptions) -> list[Observation]:
-            found = [(relay.read(), attributes) for relay, attributes in tuple(self.relays.items())]
+            found = [(relay.backlog(), attributes) for relay, attributes in tuple(self.relays.items())]
             return [self._api.Observation(each[index], attributes) for each, attributes in found if each is not None]
 
         return observe

@@ -208,18 +208,15 @@ class PolicyDefinition:
             return resume
         return stop if stop_name == "capacity" else cast(int, StopResume(stop).resume_count)
 
-    def _values(self) -> dict[str, Any]:
-        return asdict(self)
-
     def to_json(self) -> dict[str, Any]:
         """Return the values that the definition sets, with the names of the fields as keys."""
-        return {name: value for name, value in self._values().items() if value is not None}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @lru_cache(1024)
 def _over(above: PolicyDefinition, below: PolicyDefinition) -> PolicyDefinition:
     """Do the work of `PolicyDefinition.over`. Results are cached, because many queues have the same arguments."""
-    values = above._values()
+    values = asdict(above)
     for group in _GROUPS:
         if all(values[name] is None for name in group):
             values |= {name: getattr(below, name) for name in group}
