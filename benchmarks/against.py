@@ -18,12 +18,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Final, Self
 
-from benchmarks.embedded import EMBEDDED, broker_url
+from benchmarks.embedded import DEFAULT_URL, EMBEDDED, broker_url
 from benchmarks.peers import Job, Peer, Timing
-from benchmarks.report import aligned
+from benchmarks.report import aligned, latency_percentile
 from benchmarks.runner import Lost, Measurement, Plan, measure
 
 __all__ = ["main"]
@@ -64,9 +63,7 @@ class _Checkout:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         for process in self._processes.values():
             process.kill()
             process.communicate()
@@ -108,11 +105,6 @@ class _Peer:
         return self._checkout.run(self.title, job)
 
 
-def _p99(measurements: Sequence[Measurement]) -> float:
-    latencies = sorted(latency for each in measurements for latency in each.latencies)
-    return latencies[int(0.99 * len(latencies))] * 1000 if latencies else 0.0
-
-
 def _row(measurements: Sequence[Measurement], name: str, size: int) -> tuple[str, ...]:
     before, after = (
         [each for each in measurements if each.size == size and each.peer == f"{name} {which}"]
@@ -122,8 +114,9 @@ def _row(measurements: Sequence[Measurement], name: str, size: int) -> tuple[str
     rate = median(new.rate / old.rate for old, new in pairs)
     processor = median(new.cpu_seconds / old.cpu_seconds for old, new in pairs)
     row = [name, f"{size:,}", f"{median(each.rate for each in before):,.0f}", f"{rate:.3f}", f"{processor:.3f}"]
-    if old := _p99(before):
-        row.append(f"{_p99(after) / old:.3f}")
+    old, new = latency_percentile(before, 0.99), latency_percentile(after, 0.99)
+    if old is not None and new is not None:
+        row.append(f"{new / old:.3f}")
     return tuple(row)
 
 
@@ -135,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="the other checkout")
-    parser.add_argument("--url", default="amqp://guest:guest@localhost:5672/%2F", help=f"of the broker, or {EMBEDDED}")
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"of the broker, or {EMBEDDED}")
     parser.add_argument("--peers", default=",".join(_PEERS), help="separated by commas (%(default)s)")
     parser.add_argument("--sizes", default="100,1024", help="of bodies, in bytes (%(default)s)")
     parser.add_argument("--messages", type=int, default=5000, help="per run (%(default)s)")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import select
 import subprocess
@@ -19,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from statistics import median
 from struct import Struct
 from tempfile import TemporaryDirectory
@@ -28,6 +26,7 @@ from typing import Any
 from pamqp import commands
 
 from benchmarks.embedded import DEFAULT_URL
+from benchmarks.flow import percentile, resident
 from benchmarks.peers.base import Job
 from benchmarks.peers.plain import AckWindow, PlainSocket, publish_frames
 from benchmarks.report import aligned, broker_name
@@ -203,20 +202,16 @@ def latency(url: str, rate: float, seconds: float) -> list[float]:
     return found
 
 
-def _resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def connections(count: int) -> dict[str, float]:
     """Open connections with one channel each to a new broker. At the end, use each connection."""
     with broker_process() as (url, pid), ExitStack() as stack:
         first = stack.enter_context(Wire(url))
         queue = stack.enter_context(fresh_queue(first))
-        before = _resident(pid)
+        before = resident(pid)
         began = time.perf_counter()
         wires = [stack.enter_context(Wire(url)) for _ in range(count)]
         opened = time.perf_counter() - began
-        each = (_resident(pid) - before) / count / 1024
+        each = (resident(pid) - before) / count / 1024
         held = 0
         for wire in wires:
             wire.call(commands.Confirm.Select())
@@ -269,10 +264,6 @@ def compare(
         pairs = zip(rates[OURS], rates[RABBITMQ], strict=True)
         found[f"{name}, of RabbitMQ's"] = median(mine / other for mine, other in pairs)
     return found
-
-
-def percentile(values: Sequence[float], part: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from benchmarks.delay import delayed
 from benchmarks.embedded import EMBEDDED, broker_url
 from benchmarks.flow import percentile
-from benchmarks.report import aligned, broker_name
+from benchmarks.report import aligned, broker_name, formatted, show_progress
 from benchmarks.wire import Wire, fresh_queue
 from qflow_client import Producer, Receipt, UndeliveredMessages
 from qflow_client.settings import hide_password
@@ -134,7 +134,7 @@ def measure(plan: Plan, url: str) -> list[Measurement]:
         for at in range(plan.repeat):
             for place in plan.places:
                 for capacity in plan.capacities:
-                    _say(f"round {at + 1} of {plan.repeat}, {place}, {capacity}")
+                    show_progress(f"round {at + 1} of {plan.repeat}, {place}, {capacity}")
                     if place == SLOW:
                         measurements.append(_run_slow(plan, wire, url, capacity, at))
                     else:
@@ -297,11 +297,7 @@ _HEADINGS = (
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return _number(None if seconds is None else seconds * 1000, ",.2f")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    return formatted(None if seconds is None else seconds * 1000, ",.2f")
 
 
 def table(title: str, rows: Sequence[Row]) -> str:
@@ -312,12 +308,12 @@ def table(title: str, rows: Sequence[Row]) -> str:
             str(row.capacity),
             f"{row.rate:,.0f}",
             f"{row.slowest:,.0f} – {row.fastest:,.0f}",
-            _number(row.to_best, ".3f"),
+            formatted(row.to_best, ".3f"),
             f"{row.window:,.0f}",
             _milliseconds(row.latency),
             _milliseconds(row.latency_p99),
-            _number(row.overshoot, ",d"),
-            _number(row.overshoot_later, ",d"),
+            formatted(row.overshoot, ",d"),
+            formatted(row.overshoot_later, ",d"),
         )
         for row in rows
     ]
@@ -404,7 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.consumed,
         )
         measurements = measure(plan, url)
-    _say("")
+    show_progress("")
     rows = summarize(measurements)
     if options.json:
         print(json.dumps(document(plan, rows, measurements, server_properties), indent=2))
@@ -412,12 +408,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         broker = " ".join(broker_name(server_properties).values()) or hide_password(options.url)
         print(table(f"confirmed, {plan.size}-byte bodies, median of {plan.repeat}; {broker}", rows))
     return 0
-
-
-def _say(text: str) -> None:
-    # Overwrite the same line each time.
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

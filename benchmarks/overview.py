@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import peers as known
 from benchmarks.embedded import DEFAULT_URL, EMBEDDED, broker_url
-from benchmarks.report import document, summarize
+from benchmarks.report import document, formatted, summarize
 from benchmarks.runner import Lost, Plan, measure
 from benchmarks.wire import Wire
 from qflow_client.testing.pictures import svg
@@ -90,10 +90,6 @@ def _size(size: int) -> str:
     return f"{size} B"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
 def _rows(series: Mapping[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for row in series["rows"]:
@@ -120,13 +116,13 @@ def tables(measured: Mapping[str, Mapping[str, Any]]) -> str:
             if not first["installed"]:
                 continue
             if settings["sample"]:
-                values = [_number(first[key], ".2f") for key in ("latency_p50", "latency_p99", "fairness")]
+                values = [formatted(first[key], ".2f") for key in ("latency_p50", "latency_p99", "fairness")]
             else:
                 values = [
-                    f"{_number(rows[size]['rate'], ',.0f')} ({_number(rows[size]['to_plain'], '.2f')})"
+                    f"{formatted(rows[size]['rate'], ',.0f')} ({formatted(rows[size]['to_plain'], '.2f')})"
                     for size in sizes
                 ]
-                values.append(_number(first["cpu_per_100k"], ".2f"))
+                values.append(formatted(first["cpu_per_100k"], ".2f"))
             lines.append("| " + " | ".join([first["title"], *values]) + " |")
         lines += [f"\nFailed: {words}" for words in series["failed"]]
         parts.append("\n".join(lines))

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import peers as known
-from benchmarks.embedded import EMBEDDED, broker_url
-from benchmarks.report import Bar, broker_name, document, missed, print_table, summarize
+from benchmarks.embedded import DEFAULT_URL, EMBEDDED, broker_url
+from benchmarks.report import Bar, broker_name, document, missed, print_table, show_progress, summarize
 from benchmarks.runner import Lost, Plan, measure
 from benchmarks.wire import Wire
 
@@ -79,9 +79,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.publish", description=__doc__)
-    made.add_argument(
-        "--url", default="amqp://guest:guest@localhost:5672/%2F", help=f"amqp:// URL of the broker, or {EMBEDDED}: ours"
-    )
+    made.add_argument("--url", default=DEFAULT_URL, help=f"amqp:// URL of the broker, or {EMBEDDED}: ours")
     made.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     made.add_argument("--messages", type=_whole, default=5_000, help=_MESSAGES_HELP)
     made.add_argument("--sizes", type=_sizes, default=(100, 1024), help="of bodies, in bytes (100,1024)")
@@ -141,12 +139,12 @@ def _publish(options: argparse.Namespace, url: str) -> int:
     with Wire(plan.url) as wire:
         server_properties = wire.server_properties
     try:
-        measurements = measure(plan, found, _say)
+        measurements = measure(plan, found, show_progress)
     except Lost as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     finally:
-        _say("")
+        show_progress("")
     rows = summarize(options.peers, found, measurements)
     bars = FLOOR if options.check == "floor" else VARYING_BARS if plan.varying else BARS
     asked = [bar for bar in bars if bar.peer in options.peers and bar.size in options.sizes]
@@ -161,12 +159,6 @@ def _publish(options: argparse.Namespace, url: str) -> int:
     for words in failed:
         print(f"missed: {words}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _say(text: str) -> None:
-    # Overwrite the same line each time.
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

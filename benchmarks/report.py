@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,9 +22,12 @@ __all__ = [
     "broker_name",
     "cells",
     "document",
+    "formatted",
+    "latency_percentile",
     "missed",
     "plain_table",
     "print_table",
+    "show_progress",
     "summarize",
     "versions",
 ]
@@ -97,7 +101,8 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
     return median(mine / other for mine, other in pairs) if pairs else None
 
 
-def _percentile(measurements: Sequence[Measurement], part: float) -> float | None:
+def latency_percentile(measurements: Sequence[Measurement], part: float) -> float | None:
+    """Return a percentile of the sampled latencies in milliseconds; ``None`` if nothing was sampled."""
     latencies = sorted(latency for each in measurements for latency in each.latencies)
     return latencies[min(len(latencies) - 1, int(part * len(latencies)))] * 1000 if latencies else None
 
@@ -130,8 +135,8 @@ def summarize(names: Sequence[str], peers: Mapping[str, Peer], measurements: Seq
                     to_pika_select=_ratio(mine, select),
                     to_aiopika=_ratio(mine, aiopika),
                     cpu_per_100k=median(each.cpu_seconds / each.count for each in own) * 100_000,
-                    latency_p50=_percentile(own, 0.50),
-                    latency_p99=_percentile(own, 0.99),
+                    latency_p50=latency_percentile(own, 0.50),
+                    latency_p99=latency_percentile(own, 0.99),
                     fairness=median(fair) if (fair := [each.fairness for each in own if each.fairness]) else None,
                 )
             )
@@ -212,7 +217,8 @@ _HEADINGS = (
 )
 
 
-def _number(value: float | None, form: str) -> str:
+def formatted(value: float | None, form: str) -> str:
+    """Return a value in a format, or a dash for ``None``."""
     return "–" if value is None else format(value, form)
 
 
@@ -222,16 +228,22 @@ def cells(row: Row) -> tuple[str, ...]:
     return (
         row.title,
         str(row.size),
-        _number(row.count, ",d"),
-        _number(row.rate, ",.0f"),
-        f"{_number(row.slowest, ',.0f')} – {_number(row.fastest, ',.0f')}",
-        _number(row.to_plain, ".3f"),
-        _number(row.to_pika_select, ".2f"),
-        _number(row.cpu_per_100k, ".2f"),
-        _number(row.latency_p50, ".2f"),
-        _number(row.latency_p99, ".2f"),
-        _number(row.fairness, ".2f"),
+        formatted(row.count, ",d"),
+        formatted(row.rate, ",.0f"),
+        f"{formatted(row.slowest, ',.0f')} – {formatted(row.fastest, ',.0f')}",
+        formatted(row.to_plain, ".3f"),
+        formatted(row.to_pika_select, ".2f"),
+        formatted(row.cpu_per_100k, ".2f"),
+        formatted(row.latency_p50, ".2f"),
+        formatted(row.latency_p99, ".2f"),
+        formatted(row.fairness, ".2f"),
     )
+
+
+def show_progress(text: str) -> None:
+    """Show a text on the terminal, in place of the previous text. If standard error is no terminal, do nothing."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
