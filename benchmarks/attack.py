@@ -683,9 +683,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         asyncio.run(_child(options.child, Target(options.url, options.http_url, options.scale)))
         return 0
-    names = options.only.split(",") if options.only else [each.__name__ for each in _EVERYWHERE]
-    if not options.only and not options.url:
-        names = list(ATTACKS)
+    every = [each.__name__ for each in _EVERYWHERE] if options.url else list(ATTACKS)
+    names = options.only.split(",") if options.only else every
     seconds, scale = (1.0, 0.1) if options.quick else (options.seconds, 1.0)
     found: list[tuple[Result, list[str]]] = []
     for name in names:

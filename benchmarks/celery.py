@@ -26,8 +26,19 @@ def _take(number: int) -> None:
     raise AssertionError("the task must not run, because the benchmark has no worker")
 
 
-def _loop(url: str, scheme: str, confirms: Any, count: int) -> float:
-    """Return calls per second. With pipelined confirms, the time includes the last confirm."""
+#: For each loop, the scheme of the URL and the value of ``confirm_publish``.
+LOOPS: dict[str, tuple[str, Any]] = {
+    "pyamqp, unconfirmed": ("pyamqp", False),
+    "qflow, unconfirmed": ("qflow", False),
+    "pyamqp, confirm each": ("pyamqp", True),
+    "qflow, confirm each": ("qflow", True),
+    "qflow, pipelined": ("qflow", "pipelined"),
+}
+
+
+def run_loop(name: str, url: str, count: int) -> float:
+    """Run one loop, and return its calls per second. With pipelined confirms, the time includes the last confirm."""
+    scheme, confirms = LOOPS[name]
     app = Celery("benchmark", broker=url.replace("amqp", scheme, 1))
     app.conf.update(
         task_ignore_result=True,
@@ -59,27 +70,12 @@ def _loop(url: str, scheme: str, confirms: Any, count: int) -> float:
     return count / seconds
 
 
-#: For each loop, the scheme of the URL and the value of ``confirm_publish``.
-LOOPS: dict[str, tuple[str, Any]] = {
-    "pyamqp, unconfirmed": ("pyamqp", False),
-    "qflow, unconfirmed": ("qflow", False),
-    "pyamqp, confirm each": ("pyamqp", True),
-    "qflow, confirm each": ("qflow", True),
-    "qflow, pipelined": ("qflow", "pipelined"),
-}
-
 #: The compared pairs of loops, and the minimum ratios of their rates.
 _RATIOS = {
     "unconfirmed": ("qflow, unconfirmed", "pyamqp, unconfirmed", 1.0),
     "confirm each": ("qflow, confirm each", "pyamqp, confirm each", 1.0),
     "pipelined": ("qflow, pipelined", "pyamqp, confirm each", 1.4),
 }
-
-
-def run_loop(name: str, url: str, count: int) -> float:
-    """Run one loop, and return its calls per second."""
-    scheme, confirms = LOOPS[name]
-    return _loop(url, scheme, confirms, count)
 
 
 def measure(url: str, count: int, rounds: int) -> list[dict[str, float]]:

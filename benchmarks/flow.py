@@ -54,8 +54,9 @@ def percentile(values: Sequence[float], part: float) -> float:
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident(pid: int | str = "self") -> int:
+    """Return the resident bytes of a process, or of this process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def open_gate() -> dict[str, float]:
@@ -81,55 +82,45 @@ def open_gate() -> dict[str, float]:
     return {"look_ns": look * 1e9, "admission_ns": whole * 1e9, "part": look / whole}
 
 
-class _Injector:
-    """Stands between a producer and a broker, stops and resumes the producer's channel, and times the next publish."""
-
-    def __init__(self, url: str, results: Connection) -> None:
-        self._broker = urlsplit(url)
-        self._results = results
-
-    def run(self, rounds: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self._results.send(server.getsockname()[1])
-            client, _ = server.accept()
-        upstream = socket.create_connection((self._broker.hostname, self._broker.port))
-        for each in (client, upstream):
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        threading.Thread(target=self._copy, args=(upstream, client), daemon=True).start()
-        # Only this thread reads the client's bytes.
-        self._until(client, upstream, _PUBLISH)
-        times = []
-        for _ in range(rounds):
-            client.sendall(_FLOW % b"\0")
-            self._until(client, upstream, _FLOW_OK + b"\0")
-            time.sleep(0.002)
-            began = time.perf_counter()
-            client.sendall(_FLOW % b"\1")
-            self._until(client, upstream, _PUBLISH)
-            times.append(time.perf_counter() - began)
-        self._results.send(times)
-        while data := client.recv(1 << 17):
-            upstream.sendall(data)
-
-    @staticmethod
-    def _copy(source: socket.socket, target: socket.socket) -> None:
-        while data := source.recv(1 << 17):
-            target.sendall(data)
-
-    @staticmethod
-    def _until(client: socket.socket, upstream: socket.socket, found: bytes) -> None:
-        seen = b""
-        while found not in seen:
-            data = client.recv(1 << 17)
-            if not data:
-                raise ConnectionError(f"the producer closed its connection before it sent {found!r}")
-            # A pattern may be split over two reads.
-            seen = seen[-len(found) :] + data
-            upstream.sendall(_FLOW_OK_FRAME.sub(b"", data))
-
-
 def _inject(url: str, results: Connection, rounds: int) -> None:
-    _Injector(url, results).run(rounds)
+    """Stand between a producer and a broker, stop and resume the producer's channel, and time the next publish."""
+    broker = urlsplit(url)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        results.send(server.getsockname()[1])
+        client, _ = server.accept()
+    upstream = socket.create_connection((broker.hostname, broker.port))
+    for each in (client, upstream):
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    threading.Thread(target=_copy, args=(upstream, client), daemon=True).start()
+    # Only this thread reads the client's bytes.
+    _copy_until(client, upstream, _PUBLISH)
+    times = []
+    for _ in range(rounds):
+        client.sendall(_FLOW % b"\0")
+        _copy_until(client, upstream, _FLOW_OK + b"\0")
+        time.sleep(0.002)
+        began = time.perf_counter()
+        client.sendall(_FLOW % b"\1")
+        _copy_until(client, upstream, _PUBLISH)
+        times.append(time.perf_counter() - began)
+    results.send(times)
+    _copy(client, upstream)
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    while data := source.recv(1 << 17):
+        target.sendall(data)
+
+
+def _copy_until(client: socket.socket, upstream: socket.socket, found: bytes) -> None:
+    seen = b""
+    while found not in seen:
+        data = client.recv(1 << 17)
+        if not data:
+            raise ConnectionError(f"the producer closed its connection before it sent {found!r}")
+        # A pattern may be split over two reads.
+        seen = seen[-len(found) :] + data
+        upstream.sendall(_FLOW_OK_FRAME.sub(b"", data))
 
 
 def _echo(port: Connection) -> None:

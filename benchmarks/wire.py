@@ -9,7 +9,6 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from struct import Struct
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
@@ -107,9 +106,7 @@ class Wire:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _send(self, method: base.Frame, channel: int) -> None:

@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 __all__ = ["LagWatch", "Stretches"]
@@ -83,9 +82,7 @@ class LagWatch:
         self._pipe.recv()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         with contextlib.suppress(OSError, EOFError):
             self._pipe.send(None)
             self._found = {pid: Stretches(found) for pid, found in self._pipe.recv().items()}
