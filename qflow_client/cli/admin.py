@@ -204,20 +204,9 @@ def _part(name: str) -> str:
 
 def _show(rows: list[dict[str, Any]], columns: Mapping[str, Callable[[dict[str, Any]], object]]) -> None:
     table = Table(header_style="dim", box=None, pad_edge=False)
-    numbers = (
-        "priority",
-        "depth",
-        "ready",
-        "unacked",
-        "bytes",
-        "times ON",
-        "consumers",
-        "published",
-        "unconfirmed",
-        "times flowed",
-    )
-    for name in columns:
-        table.add_column(name, justify="right" if name in numbers else "left", no_wrap=name != "thresholds")
+    for name, tell in columns.items():
+        is_number = bool(rows) and type(tell(rows[0])) is int
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=name != "thresholds")
     for row in rows:
         cells = []
         for tell in columns.values():
