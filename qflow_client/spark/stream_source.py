@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 import pyarrow as pa
@@ -147,19 +148,14 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _ask(self, question: Callable[[StreamConsumer], T]) -> T:
         """Call `question` with `_consumer`, or with a new consumer if there is none or its connection is lost."""
-        rested, self._consumer = self._consumer, None
-        if rested is not None:
-            try:
-                answer = question(rested)
-            except ConnectionFailed:
-                rested.close()
-            except BaseException:
-                rested.close()
-                raise
-            else:
-                self._consumer = rested
-                return answer
-        consumer = self._options.consumer()
+        if self._consumer is not None:
+            with suppress(ConnectionFailed):
+                return self._ask_with(self._consumer, question)
+        return self._ask_with(self._options.consumer(), question)
+
+    def _ask_with(self, consumer: StreamConsumer, question: Callable[[StreamConsumer], T]) -> T:
+        """Call `question` with a consumer, and keep the consumer in `_consumer`. After an error, close it instead."""
+        self._consumer = None
         try:
             answer = question(consumer)
         except BaseException:
