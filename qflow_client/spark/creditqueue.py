@@ -79,21 +79,18 @@ def _count(connection: pika.BlockingConnection, queue: str) -> tuple[int, int] |
     return int(found.message_count), int(found.consumer_count)
 
 
-def _no_credit(queue: str, body: bytes) -> CreditError:
-    return CreditError(
-        f"queue {queue!r} contains a message that is not a credit ({body[:60]!r}): name a queue in creditQueue that "
-        "nothing else uses"
-    )
-
-
 def _way_out(queue: str) -> str:
     return f"when no job uses them, delete the queues {queue!r} and '{queue}.tasks'; the next job makes them again"
 
 
-def _check(credit: Credit | None, body: bytes, queue: str, capacity: int) -> Credit:
+def _check(body: bytes, queue: str, capacity: int) -> Credit:
     """Return the credit. Raise `CreditError` if `body` is no credit, or the credit is for another capacity."""
+    credit = Credit.decode(body)
     if credit is None:
-        raise _no_credit(queue, body)
+        raise CreditError(
+            f"queue {queue!r} contains a message that is not a credit ({body[:60]!r}): name a queue in creditQueue "
+            "that nothing else uses"
+        )
     if credit.capacity != capacity:
         raise CreditError(
             f"capacity={capacity}: the credits in queue {queue!r} are for a capacity of {credit.capacity}; set "
@@ -199,7 +196,7 @@ def _look_at_one(connection: pika.BlockingConnection, queue: str, capacity: int)
     # Closing the channel returns the message to the queue.
     channel.close()
     if body is not None:
-        _check(Credit.decode(body), body, queue, capacity)
+        _check(body, queue, capacity)
 
 
 def _wrong_number(queue: str, ready: int, due: int, capacity: int) -> CreditError:
@@ -350,7 +347,7 @@ class CreditLine:
         self.producer.hold(HoldKind.CAPACITY, source=_SOURCE, detail=f"no credit from queue {self._queue!r}")
 
     def _take(self, channel: Any, method: Any, properties: pika.BasicProperties, body: bytes) -> None:
-        credit = _check(Credit.decode(body), body, self._queue, self._capacity)
+        credit = _check(body, self._queue, self._capacity)
         self._pool = self._pool or credit.pool
         if credit.pool != self._pool or credit.number in self._numbers.values():
             raise CreditError(
