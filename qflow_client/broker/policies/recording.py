@@ -8,6 +8,7 @@ hold, each line after the first divides the time since the previous line among t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,9 @@ class _Record:
         # Number of arrived messages for each publisher, not added to `pending` and `filled_by` yet.
         self.arrivals: dict[str, int] = {}
         # Number of arrived messages for each publisher since the previous ``depth`` line, without those in `arrivals`.
-        self.pending: dict[str, int] = {}
+        self.pending: Counter[str] = Counter()
         # Number of arrived messages for each publisher since the queue last turned OFF, without those in `arrivals`.
-        self.filled_by: dict[str, int] = {}
+        self.filled_by: Counter[str] = Counter()
         self.peak, self.peak_bytes = depth, size
         # Time at which the queue turned ON, in microseconds since 1970. None while the queue is OFF.
         self.on_since: int | None = None
@@ -227,8 +228,8 @@ class FlowRecorder:
         self._write(self._hold_line(self._now(), "lifted", key, hold))
 
     def _account(self, record: _Record) -> None:
-        _add(record.filled_by, record.arrivals)
-        _add(record.pending, record.arrivals)
+        record.filled_by.update(record.arrivals)
+        record.pending.update(record.arrivals)
         record.arrivals.clear()
 
     def tick(self, now: float) -> None:
@@ -243,7 +244,7 @@ class FlowRecorder:
         at = self._now()
         if record.arrived or record.left or depth or record.told != (depth, size):
             self._account(record)
-            arrivals, record.pending = record.pending, {}
+            arrivals, record.pending = record.pending, Counter()
             line = self._line(at, "depth", queue.name) | {
                 "us": at - record.told_at,
                 "depth": depth,
@@ -262,11 +263,6 @@ class FlowRecorder:
             self._write(line)
         record.peak, record.peak_bytes = depth, size
         record.told_at = at
-
-
-def _add(to: dict[str, int], counts: dict[str, int]) -> None:
-    for name, count in counts.items():
-        to[name] = to.get(name, 0) + count
 
 
 def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
