@@ -159,21 +159,18 @@ class PostgresqlSession:
     def _run(self, statement: str, **given: Any) -> Any:
         return self._connection.execute(text(statement), given)
 
-    def _rows_of(self, statement: str, **given: Any) -> Sequence[Any]:
-        return self._run(statement, **given).all()  # type: ignore[no-any-return]
-
     def join(self) -> None:
         """Become a member, so that partitions can belong to this relay."""
         self._run("SELECT pg_advisory_lock_shared(:class, :member)", **{"class": self._class, "member": PARTITIONS})
 
     def due(self) -> set[int]:
         """Return the partitions that belong to this relay according to the present members."""
-        found = self._rows_of(
+        found = self._run(
             "SELECT pid, pid = pg_backend_pid(), objid::int FROM pg_locks"
             " WHERE locktype = 'advisory' AND objsubid = 2 AND granted AND classid = :class"
             " AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) ORDER BY pid",
             **{"class": self._class % (1 << 32)},
-        )
+        ).all()
         members = [is_me for _, is_me, number in found if number == PARTITIONS]
         held = {number for _, is_me, number in found if is_me and number < PARTITIONS}
         if members.count(True) != 1 or not held >= set(self._mine):

@@ -62,7 +62,7 @@ def engine_of(url: str | URL) -> Engine:
     """
     try:
         made = make_url(url)
-        name = made.get_backend_name() if made.drivername != "postgres" else "postgres"
+        name = made.get_backend_name()
         # Refuse a host with @, because it contains part of an unencoded password, which errors would show.
         if name in _DRIVERS and "@" not in (made.host or ""):
             return create_engine(made.set(drivername=_DRIVERS[name]))
