@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from uuid import uuid4
-
-from pamqp import commands
 
 from benchmarks.peers import Job, Peer
-from benchmarks.wire import Wire
+from benchmarks.wire import Wire, fresh_queue
 
 __all__ = ["Lost", "Measurement", "Plan", "measure", "rates", "slow_count", "within_bytes"]
 
@@ -143,24 +139,14 @@ def _warm_up(plan: Plan, wire: Wire, peer: Peer, size: int) -> int:
 
 
 def _run(plan: Plan, wire: Wire, name: str, peer: Peer, size: int, at: int, count: int) -> Measurement:
-    with _fresh_queue(wire) as queue:
+    # The queue is exclusive, so that it is deleted with this connection, however the benchmark ends.
+    with fresh_queue(wire, exclusive=True) as queue:
         # Collect the garbage first, so that no peer pays for the garbage of another peer.
         gc.collect()
         job = Job(plan.url, queue, b"x" * size, count, plan.window, plan.confirmed, plan.varying, plan.sample)
         timing = peer.run(job)
         _check(wire, queue, count, peer.title, 0.0 if plan.confirmed else _ARRIVE)
     return Measurement(name, size, at, count, timing.seconds, timing.cpu_seconds, timing.latencies, timing.fairness)
-
-
-@contextmanager
-def _fresh_queue(wire: Wire) -> Iterator[str]:
-    queue = f"qflow-benchmark-{uuid4().hex[:12]}"
-    # The queue is exclusive, so that it is deleted with this connection, however the benchmark ends.
-    wire.call(commands.Queue.Declare(queue=queue, exclusive=True))
-    try:
-        yield queue
-    finally:
-        wire.call(commands.Queue.Delete(queue=queue))
 
 
 def _check(wire: Wire, queue: str, count: int, title: str, patience: float) -> None:

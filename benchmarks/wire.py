@@ -134,11 +134,13 @@ class Wire:
 
 
 @contextmanager
-def fresh_queue(wire: Wire, arguments: Mapping[str, Any] | None = None, *, durable: bool = False) -> Iterator[str]:
+def fresh_queue(
+    wire: Wire, arguments: Mapping[str, Any] | None = None, *, durable: bool = False, exclusive: bool = False
+) -> Iterator[str]:
     """Declare a queue, and delete it at the end of the ``with`` block. If the process is killed, the queue expires."""
     queue = f"qflow-benchmark-{uuid4().hex[:12]}"
     arguments = {"x-expires": _EXPIRES, **(arguments or {})}
-    wire.call(commands.Queue.Declare(queue=queue, durable=durable, arguments=arguments))
+    wire.call(commands.Queue.Declare(queue=queue, durable=durable, exclusive=exclusive, arguments=arguments))
     try:
         yield queue
     finally:
