@@ -104,20 +104,19 @@ class _Peer:
         self.writer = writer
 
     @classmethod
-    async def connect(cls, url: str, channels: int = 1, properties: dict[str, Any] | None = None) -> _Peer:
+    async def connect(cls, url: str) -> _Peer:
         parts = urlsplit(url)
         peer = cls(*await asyncio.open_connection(parts.hostname, parts.port or 5672))
         peer.writer.write(b"AMQP\0\0\x09\x01")
         await peer.read()
         login = f"\0{unquote(parts.username or 'guest')}\0{unquote(parts.password or 'guest')}"
-        told = {"capabilities": {"connection.blocked": True}} | (properties or {})
+        told: dict[str, Any] = {"capabilities": {"connection.blocked": True}}
         peer.send(0, commands.Connection.StartOk(told, "PLAIN", login, "en_US"))
         await peer.read()
         peer.send(0, commands.Connection.TuneOk(2047, 131072, 0))
         peer.send(0, commands.Connection.Open(unquote(parts.path[1:]) or "/"))
         await peer.read()
-        for number in range(1, channels + 1):
-            await peer.call(number, commands.Channel.Open())
+        await peer.call(1, commands.Channel.Open())
         return peer
 
     def send(self, channel: int, *frames: pamqp.base.Frame | header.ContentHeader) -> None:
@@ -171,8 +170,8 @@ class Target:
         """Return `count`, or a smaller number for a short run."""
         return max(1, int(count * self.scale))
 
-    async def peer(self, channels: int = 1) -> _Peer:
-        return await _Peer.connect(self.url, channels)
+    async def peer(self) -> _Peer:
+        return await _Peer.connect(self.url)
 
     def ask(self, method: str, path: str, body: object = None) -> bytes:
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -262,15 +262,7 @@ def to_json(soak: Soak, lines: Sequence[AuditLine]) -> dict[str, Any]:
         "connection_faults": soak.connection_faults,
         "broker_kills": soak.broker_kills,
         "troubles": list(soak.troubles),
-        "audit": [
-            {
-                "statement": each.statement,
-                "measured": each.measured,
-                "passed": each.passed,
-                "difference": each.difference,
-            }
-            for each in lines
-        ],
+        "audit": [asdict(line) | {"passed": line.passed} for line in lines],
     }
 
 
