@@ -11,7 +11,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn
 
 from qflow_client import (
@@ -33,7 +33,6 @@ from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.records import BadRecord, Record, RecordSource
 from qflow_client.cli.resuming import Reached
 from qflow_client.cli.stopping import Stopped, Stopping
-from qflow_client.message import republished
 
 __all__ = ["Sending", "Tally"]
 
@@ -45,6 +44,7 @@ _MAX_REPORTED = 5
 _MAX_BATCH = 64
 # Maximum seconds to send a batch of several records at the rate limit. A failure is noticed only after the batch.
 _MAX_BATCH_SECONDS = 0.1
+_MARK = "x-qflow-republished"
 
 
 @dataclass(slots=True)
@@ -318,5 +318,7 @@ class Sending:
 
 
 def _marked(message: bytes | Message) -> Message:
-    """Return the message with the mark of a second copy, because the broker may already have a copy of the message."""
-    return republished(message if isinstance(message, Message) else Message(message))
+    """Return the message with the header `_MARK`, because the broker may already have a copy of the message."""
+    if isinstance(message, Message):
+        return replace(message, headers={**(message.headers or {}), _MARK: True})
+    return Message(message, headers={_MARK: True})
