@@ -17,7 +17,7 @@ from typing import TypeVar
 from qflow_client.redaction import hide_password
 from qflow_client.settings import HostOrder, OnBlocked, OnRefused, ProducerSettings
 
-__all__ = ["Backoff", "Reconnection", "Return", "Watch", "hosts_in_order", "is_final", "retries"]
+__all__ = ["Backoff", "Reconnection", "Return", "Watch", "hosts_in_order", "is_final", "retries", "silent"]
 
 _T = TypeVar("_T")
 
@@ -37,6 +37,11 @@ def is_final(code: int, text: str) -> bool:
     """Return True if, after a refusal with this reply code and text, each further try to connect would fail."""
     # RabbitMQ also uses 530 for a reached limit of connections, which is not final: another client may disconnect.
     return code in _REFUSALS and "limit" not in text
+
+
+def silent(timeout: float) -> str:
+    """Return the text for a host that did not answer in time."""
+    return f"no answer within {timeout:.3g} s"
 
 
 class Backoff:

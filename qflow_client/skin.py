@@ -25,6 +25,7 @@ from qflow_client.events import FlowEvent, HoldKind
 from qflow_client.flow import FlowManager
 from qflow_client.logs import log, write_log
 from qflow_client.receipt import Receipt
+from qflow_client.recovery import silent
 from qflow_client.redaction import hide_password, shown
 from qflow_client.settings import ProducerSettings, check_argument, check_timeout
 
@@ -61,7 +62,6 @@ __all__ = [
     "none_of",
     "refuse_coroutine_function",
     "report_undelivered",
-    "silent",
 ]
 
 
@@ -356,11 +356,6 @@ def connection_failed(url: str, why: str) -> ConnectionFailed:
 def no_answer(url: str, timeout: float) -> ConnectionFailed:
     """Return the error for a host that did not answer in time."""
     return connection_failed(url, silent(timeout))
-
-
-def silent(timeout: float) -> str:
-    """Return the text for a host that did not answer in time."""
-    return f"no answer within {timeout:.3g} s"
 
 
 def no_confirms(words: str) -> str:

@@ -15,7 +15,7 @@ from qflow_client.amqp.tap import Tap
 from qflow_client.background import Timer
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.guard import Guard
-from qflow_client.recovery import Reconnection, Watch
+from qflow_client.recovery import Reconnection, Watch, silent
 from qflow_client.renewal import Asker, Renewer
 from qflow_client.returning import Returner
 
@@ -79,6 +79,12 @@ class Upkeep:
         self._returner.end()
         if self.renewer is not None:
             self.renewer.end()
+
+    def too_late(self, timeout: float) -> str:
+        """Return the text for an attempt to connect that has not ended in time."""
+        if self.renewer is not None and self.renewer.is_asking:
+            return f"the callable for credentials did not return within {timeout:.3g} s"
+        return silent(timeout)
 
     def _look_later(self) -> None:
         if self._watch.period is not None:

@@ -47,7 +47,6 @@ from qflow_client.skin import (
     log_connected,
     log_failed_try,
     lost,
-    no_answer,
 )
 from qflow_client.topology import Topology
 from qflow_client.upkeep import Upkeep
@@ -172,12 +171,13 @@ class Link:
                 _cut(self._connection)
             raise
         except BaseException as error:
+            why = self._upkeep.too_late(timeout)
             self._upkeep.end()
             if self._is_own and self._connection is not None:
                 await self._end(BRIEF)
                 self._connection = self._closing = None
             if isinstance(error, TimeoutError) and limit.expired():
-                raise no_answer(self.url, timeout) from None
+                raise connection_failed(self.url, why) from None
             raise
 
     async def _address(self) -> URL:

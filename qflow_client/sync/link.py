@@ -37,12 +37,11 @@ from qflow_client.skin import (
     GIVEN_UP,
     NOT_CONNECTED,
     client_properties,
+    connection_failed,
     log_connected,
     log_failed_try,
     lost,
-    no_answer,
     no_confirms,
-    silent,
 )
 from qflow_client.sync.channel_io import ChannelIO
 from qflow_client.sync.pika_io import TapIOServices
@@ -209,9 +208,10 @@ class Link(ChannelIO):
         except BaseException as error:
             self._opened.cancel()
             self._leaves = True
+            why = self._upkeep.too_late(timeout)
             self.cut()
             if isinstance(error, TimeoutError):
-                raise no_answer(self.url, timeout) from None
+                raise connection_failed(self.url, why) from None
             raise
 
     def close(self, timeout: float) -> None:
@@ -297,7 +297,7 @@ class Link(ChannelIO):
 
     def _time_is_up(self) -> None:
         self._next = None
-        self._cut_for = silent(self._settings.connect_timeout), False
+        self._cut_for = self._upkeep.too_late(self._settings.connect_timeout), False
         self._cut()
 
     def _open_channel(self) -> None:
