@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from threading import get_ident
 from typing import Any, NoReturn
 
 from amqp import spec
@@ -233,6 +234,7 @@ class Channel(pyamqp.Channel):
         confirms = connection.confirm_publish
         try:
             if confirms:
+                connection.publisher = get_ident()
                 self._select_confirms()
             receipt = self._send(msg, exchange, routing_key, mandatory, immediate, timeout, argsig)
             if confirms and confirms != PIPELINED:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from kombu.exceptions import OperationalError
 from kombu.transport import pyamqp
@@ -41,11 +41,12 @@ _AT_EXIT = 1.0
 # A thread that runs an event loop of kombu stores its process id in ``pid``. A forked child has another id.
 _loops = threading.local()
 
-_connections: WeakSet[Connection] = WeakSet()
+# All connections of the process. The keys are their ids.
+_connections: WeakValueDictionary[int, Connection] = WeakValueDictionary()
 
 
 def _after_fork_in_child() -> None:
-    separately(Connection.leave_to_parent, _connections)
+    separately(Connection.leave_to_parent, _connections.values())
 
 
 after_fork_in_child(_after_fork_in_child)
@@ -55,17 +56,11 @@ after_fork_in_child(_after_fork_in_child)
 def _at_exit() -> None:
     """Log the messages with pipelined confirms that the broker has not confirmed when the process ends."""
     end = _monotonic() + _AT_EXIT
-    for connection in tuple(_connections):
-        if connection.confirm_publish != PIPELINED or not connection.connected:
-            continue
-        for channel in tuple(connection.channels.values()):
-            flow = getattr(channel, "_flow", None)
-            if flow is None or not (flow.protocol.unsettled or flow.protocol.reports.failures):
-                continue
-            try:
-                channel.wait_for_confirms(max(0.0, end - _monotonic()))
-            except (OperationalError, *connection.connection_errors, *connection.channel_errors) as error:
-                log(logging.WARNING, "%s: messages may be lost at the end of the process: %s", flow.name, error)
+    # Daemon threads still run, and may make connections meanwhile.
+    for reference in _connections.valuerefs():
+        connection = reference()
+        if connection is not None and connection.confirm_publish == PIPELINED and connection.connected:
+            connection.settle_at_exit(end)
 
 
 class Connection(pyamqp.Connection):
@@ -106,9 +101,11 @@ class Connection(pyamqp.Connection):
         #: Channels that were closed while the broker blocked the connection. Their ``Channel.Close``
         #: is sent when the broker no longer blocks the connection.
         self.left: list[Any] = []
+        #: The last thread that has published with confirms (internal).
+        self.publisher = 0
         self._pid = os.getpid()
         super().__init__(*arguments, **keywords)
-        _connections.add(self)
+        _connections[id(self)] = self
 
     def leave_to_parent(self) -> None:
         """In a forked child, close the copy of the socket. Later uses of the connection raise an error."""
@@ -243,6 +240,24 @@ class Connection(pyamqp.Connection):
                         "the broker is silent, blocks the connection, or takes no bytes, and has not answered within "
                         f"{waited:.3g} s"
                     ) from None
+
+    def settle_at_exit(self, end: float) -> None:
+        """Wait for pipelined confirms until `end`, and log the messages that may be lost."""
+        for channel in tuple((self.channels or {}).values()):
+            flow = getattr(channel, "_flow", None)
+            if flow is None or not (flow.protocol.unsettled or flow.protocol.reports.failures):
+                continue
+            why: object = (
+                f"another thread uses the connection, and {flow.protocol.unsettled} messages are not confirmed"
+            )
+            try:
+                # Two threads cannot wait for one socket.
+                if self.publisher == threading.get_ident():
+                    channel.wait_for_confirms(max(0.0, end - _monotonic()))
+                    continue
+            except (OperationalError, *self.connection_errors, *self.channel_errors) as error:
+                why = error
+            log(logging.WARNING, "%s: messages may be lost at the end of the process: %s", flow.name, why)
 
     @contextmanager
     def awaiting(self) -> Iterator[None]:

@@ -32,6 +32,7 @@ from qflow_client import (
     flow_manager,
 )
 from qflow_client.broker import Broker
+from qflow_client.kombu.connection import _at_exit
 from qflow_client.kombu.transport import kept
 from qflow_client.testing.proxy import Direction, FaultProxy
 from tests.certificates import certify, server_context
@@ -486,6 +487,20 @@ def test_at_the_end_of_the_process_lost_messages_with_pipelined_confirms_are_log
     _, errors = process.communicate("\n", timeout=PATIENCE)
     assert "messages may be lost at the end of the process" in errors
     assert text in errors
+
+
+def test_at_the_end_of_the_process_a_connection_that_another_thread_uses_is_not_touched(broker, connect, caplog):
+    """Two waits for one socket would raise an error. A daemon thread may still publish when the process ends."""
+    channel = connect(max_producer_flow_control_wait=PATIENCE, confirm_publish="pipelined", capacity=1).default_channel
+    broker.withhold_confirms()
+    publish(channel)
+    waiting = start(publish, channel)
+    eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+    _at_exit()
+    text = "messages may be lost at the end of the process: another thread uses the connection, and 1 messages are not"
+    assert any(text in line for line in logged(caplog))
+    broker.release_confirms()
+    waiting.result()
 
 
 def test_the_flow_manager_stops_and_starts_a_channel_of_kombu(broker, connect):
