@@ -567,7 +567,8 @@ class Tap:
     def advance(self, count: int, now: float) -> None:
         """Record that the first `count` bytes of `data_to_write` are written. `count` can be 0."""
         if self._remains:
-            self._remains = self._remains[count:]
+            # An empty `memoryview` would keep the whole message in memory.
+            self._remains = self._remains[count:] or b""
             return
         assert self._writer is not None
         if self._writer.advance(count, now):

@@ -758,6 +758,16 @@ def test_a_half_written_frame_is_completed_after_its_producer_is_detached(close:
     assert tap.data_to_write(100) == b""
 
 
+def test_the_tap_keeps_no_reference_to_a_message_after_the_rest_of_its_frame_is_written() -> None:
+    tap, channel = attached()
+    channel.outbound.add(b"a large message")
+    assert one(tap, 2) == b"a "
+    tap.detach(1)
+    assert one(tap, 100) == b"large message"
+    # An empty `memoryview` would still refer to the message.
+    assert type(tap._remains) is bytes
+
+
 def test_a_producer_that_is_detached_at_a_frame_boundary_leaves_no_bytes_to_write() -> None:
     tap, channel = attached()
     channel.outbound.add(b"one")
