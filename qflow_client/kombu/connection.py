@@ -35,6 +35,8 @@ _monotonic = time.monotonic
 _HEARTBEAT_LOOK = 1.0
 # A broker that sends nothing for this number of seconds, while it owes an answer to a method, is treated as lost.
 _MAX_SILENCE = 60.0
+# Minimum seconds between two checks whether such a broker has blocked the connection.
+_MIN_PATIENCE = 0.1
 # Maximum seconds that the process waits at its end for pipelined confirms.
 _AT_EXIT = 1.0
 
@@ -226,9 +228,10 @@ class Connection(pyamqp.Connection):
     def _next_answer(self, wire: Wire) -> tuple[int, int, bytes] | None:
         limit = self.flow_settings.max_producer_flow_control_wait
         began = _monotonic()
+        patience = limit
         while True:
             try:
-                return wire.next_frame(limit if wire.read_timeout is None else None)
+                return wire.next_frame(patience if wire.read_timeout is None else None)
             except TimeoutError:
                 if wire.read_timeout is not None:
                     raise
@@ -240,6 +243,8 @@ class Connection(pyamqp.Connection):
                         "the broker is silent, blocks the connection, or takes no bytes, and has not answered within "
                         f"{waited:.3g} s"
                     ) from None
+                # Check again after the same time, but not more often than necessary if this time is short or 0.
+                patience = min(max(limit or 0.0, _MIN_PATIENCE), _MAX_SILENCE - waited)
 
     def settle_at_exit(self, end: float) -> None:
         """Wait for pipelined confirms until `end`, and log the messages that may be lost."""

@@ -459,6 +459,19 @@ def test_waits_for_answers_of_a_silent_broker_end_with_an_error(connect, faulty,
     assert isinstance(start(declare_in_loop).result(), TimeoutError)
 
 
+@pytest.mark.parametrize("limit", [0.0, 1.5])
+def test_the_wait_for_a_silent_broker_ends_in_time_and_does_not_use_the_processor(connect, faulty, monkeypatch, limit):
+    monkeypatch.setattr("qflow_client.kombu.connection._MAX_SILENCE", 1.6)
+    connection = connect(faulty.url, confirm_publish=True, max_producer_flow_control_wait=limit)
+    channel = connection.default_channel
+    faulty.stall()
+    began = time.thread_time()
+    # A second wait of 1.5 s would end after 3 s.
+    with takes(1.6), pytest.raises(OperationalError):
+        channel.queue_declare("q", passive=True)
+    assert time.thread_time() - began < 0.1
+
+
 @pytest.mark.parametrize(
     ("trouble", "text"),
     [
