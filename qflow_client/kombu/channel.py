@@ -241,8 +241,9 @@ class Channel(pyamqp.Channel):
                 self._confirm(receipt, confirm_timeout or timeout)
         except OperationalError as error:
             # A Celery worker asks its neighbors when it starts, and would end after an error. So it could not consume
-            # while the broker is blocked.
-            if not ((exchange or "").endswith(_REMOTE_CONTROL) and connection.must_not_wait):
+            # while the broker is blocked. But a `MessageNacked` reports earlier messages, which may be tasks.
+            is_about_others = isinstance(error.__cause__, MessageNacked)
+            if is_about_others or not ((exchange or "").endswith(_REMOTE_CONTROL) and connection.must_not_wait):
                 raise
             log(logging.WARNING, "kombu: a message of remote control to %r may be lost: %s", exchange, error)
         return _kept()

@@ -690,6 +690,24 @@ def test_remote_control_in_the_event_loop_of_a_blocked_connection_is_logged_and_
     assert any("a message of remote control to 'celery.pidbox' may be lost" in line for line in logged(caplog))
 
 
+def test_remote_control_in_an_event_loop_does_not_hide_that_earlier_messages_are_lost(broker, connect):
+    broker.declare_exchange("celery.pidbox", "fanout")
+    connection = connect(max_producer_flow_control_wait=PATIENCE, confirm_publish="pipelined")
+
+    def run() -> None:
+        hub = Hub()
+        connection.register_with_event_loop(hub)
+        channel = connection.default_channel
+        broker.nack_publishes()
+        publish(channel, b"a task")
+        eventually(lambda: channel.flow_state and channel._flow.protocol.reports.failures)
+        with pytest.raises(OperationalError, match="did not accept 1 messages"):
+            channel.basic_publish(channel.prepare_message(b"hello"), exchange="celery.pidbox", routing_key="")
+        hub.close()
+
+    start(run).result()
+
+
 def test_an_event_loop_gets_a_new_connection_and_no_kept_blocked_one(broker, connect):
     """A Celery worker that connects again during an alarm could not consume on a blocked connection."""
     options = {"max_producer_flow_control_wait": PATIENCE}
