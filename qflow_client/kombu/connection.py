@@ -62,7 +62,24 @@ def _at_exit() -> None:
     for reference in _connections.valuerefs():
         connection = reference()
         if connection is not None and connection.confirm_publish == PIPELINED and connection.connected:
-            connection.settle_at_exit(end)
+            _settle_at_exit(connection, end)
+
+
+def _settle_at_exit(connection: Connection, end: float) -> None:
+    """Wait for pipelined confirms until `end`, and log the messages that may be lost."""
+    for channel in tuple((connection.channels or {}).values()):
+        flow = getattr(channel, "_flow", None)
+        if flow is None or not (flow.protocol.unsettled or flow.protocol.reports.failures):
+            continue
+        why: object = f"another thread uses the connection, and {flow.protocol.unsettled} messages are not confirmed"
+        try:
+            # Two threads cannot wait for one socket.
+            if connection.publisher == threading.get_ident():
+                channel.wait_for_confirms(max(0.0, end - _monotonic()))
+                continue
+        except (OperationalError, *connection.connection_errors, *connection.channel_errors) as error:
+            why = error
+        log(logging.WARNING, "%s: messages may be lost at the end of the process: %s", flow.name, why)
 
 
 class Connection(pyamqp.Connection):
@@ -245,24 +262,6 @@ class Connection(pyamqp.Connection):
                     ) from None
                 # Check again after the same time, but not more often than necessary if this time is short or 0.
                 patience = min(max(limit or 0.0, _MIN_PATIENCE), _MAX_SILENCE - waited)
-
-    def settle_at_exit(self, end: float) -> None:
-        """Wait for pipelined confirms until `end`, and log the messages that may be lost."""
-        for channel in tuple((self.channels or {}).values()):
-            flow = getattr(channel, "_flow", None)
-            if flow is None or not (flow.protocol.unsettled or flow.protocol.reports.failures):
-                continue
-            why: object = (
-                f"another thread uses the connection, and {flow.protocol.unsettled} messages are not confirmed"
-            )
-            try:
-                # Two threads cannot wait for one socket.
-                if self.publisher == threading.get_ident():
-                    channel.wait_for_confirms(max(0.0, end - _monotonic()))
-                    continue
-            except (OperationalError, *self.connection_errors, *self.channel_errors) as error:
-                why = error
-            log(logging.WARNING, "%s: messages may be lost at the end of the process: %s", flow.name, why)
 
     @contextmanager
     def awaiting(self) -> Iterator[None]:
