@@ -56,7 +56,7 @@ after_fork_in_child(_after_fork_in_child)
 
 @atexit.register
 def _at_exit() -> None:
-    """Log the messages with pipelined confirms that the broker has not confirmed when the process ends."""
+    """Wait for pipelined confirms when the process ends, and log the messages that may be lost."""
     end = _monotonic() + _AT_EXIT
     # Daemon threads still run, and may make connections meanwhile.
     for reference in _connections.valuerefs():
@@ -66,7 +66,7 @@ def _at_exit() -> None:
 
 
 def _settle_at_exit(connection: Connection, end: float) -> None:
-    """Wait for pipelined confirms until `end`, and log the messages that may be lost."""
+    """Wait until `end` for the confirms of this thread. Log the messages of any thread that may be lost."""
     for channel in tuple((connection.channels or {}).values()):
         flow = getattr(channel, "_flow", None)
         if flow is None or not (flow.protocol.unsettled or flow.protocol.reports.failures):
