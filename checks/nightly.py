@@ -49,6 +49,7 @@ _HOUR: Final = 3600.0
 # With these variables a test makes more effort than in CI, and may take longer.
 _NIGHTLY: Final = {"QFLOW_EFFORT": "nightly", "PYTEST_ADDOPTS": "-o timeout=3600"}
 _MANY_MESSAGES: Final = f"{_PYTHON} -m benchmarks.soak --minutes 5 --rate 50000 --many 200"
+_MORE_MESSAGES: Final = f"{_PYTHON} -m benchmarks.soak --minutes 2 --rate 300000 --many 2000"
 _COMPATIBILITY: Final = {"QFLOW_COMPATIBILITY": "docs/compatibility.json"}
 _SUITES: Final = ("amqplib", "amqp091-go", "aio-pika", "py-amqp")
 _REQUIRED: Final = {"CI": "true", "QFLOW_REQUIRE_BROKERS": "1", "QFLOW_REQUIRE_BROWSER": "1"}
@@ -146,6 +147,16 @@ PARTS: Final[Mapping[str, Part]] = {
             _step("messages, embedded", f"{_MANY_MESSAGES} --broker embedded --messages 8e6 --seed $RANDOM", hours=1.5),
         ],
     ),
+    "messages": Part(
+        "connections cut and brokers killed under load, with thirty million messages",
+        [
+            _step("environment", f"{_TOX} -e interop --notest"),
+            *(
+                _step(f"messages {number}", f"{_MORE_MESSAGES} --broker embedded --messages 5e6 --seed $RANDOM")
+                for number in range(1, 7)
+            ),
+        ],
+    ),
     "cluster": _cluster(range(5)),
     "cluster-2": _cluster(range(5, 10)),
     "kills": Part(
@@ -192,10 +203,16 @@ PARTS: Final[Mapping[str, Part]] = {
         ],
     ),
     "spark": Part(
-        "Spark at size, and with RabbitMQ nodes killed under it",
+        "Spark at size",
         [
             _step("tests", f"{_TOX} -e spark", _NIGHTLY, hours=1.5),
             _step("depth", ".tox/spark/bin/python -m benchmarks.spark depth --rows 3000000 --partitions 2"),
+        ],
+    ),
+    "spark-nodes": Part(
+        "Spark with RabbitMQ nodes killed under it",
+        [
+            _step("environment", f"{_TOX} -e spark --notest"),
             _step("kills of nodes", ".tox/spark/bin/python -m benchmarks.spark_nodes"),
         ],
     ),
