@@ -34,7 +34,7 @@ from qflow_client.broker import (
     Synchronous,
 )
 from qflow_client.broker import hash_password as hash_of
-from qflow_client.cli.config import Config, read_config
+from qflow_client.cli.config import MARKS, SETTINGS, TLS_FILES, Config, read_config
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.output import AsJson, print_json
 from qflow_client.cli.passwords import USERS, broker_users, decoding_checked, standard_input, warn_of_option
@@ -554,64 +554,20 @@ def broker(
     Exit codes: 0 after Ctrl-C or SIGTERM; 1 if the broker cannot start, for example because the port is in use; 2 if an
     option or the configuration file is wrong.
     """
-    flags: dict[str, Any] = {
-        "host": host,
-        "port": port,
-        "users": broker_users(user, users_file),
-        "loopback_users": None if loopback_users is None else tuple(filter(None, loopback_users.split(","))),
-        "max_failed_logins": max_failed_logins,
-        "tls_certificate": tls_certificate,
-        "tls_key": tls_key,
-        "tls_client_ca": tls_client_ca,
-        "virtual_host": virtual_host,
-        "profile": profile,
-        "enforcement": enforcement,
-        "flow_scope": flow_scope,
-        "recent": recent,
-        "default_flow_stop_threshold": default_flow_stop_threshold,
-        "default_flow_resume_threshold": default_flow_resume_threshold,
-        "capacity": capacity,
-        "flow_resume_capacity": flow_resume_capacity,
-        "max_producer_flow_control_wait": max_producer_flow_control_wait,
-        "heartbeat": heartbeat,
-        "frame_max": frame_max,
-        "channel_max": channel_max,
-        "max_connections": max_connections,
-        "max_unauthenticated": max_unauthenticated,
-        "max_queues": max_queues,
-        "max_bindings": max_bindings,
-        "max_consumers": max_consumers,
-        "max_message_size": max_message_size,
-        "unauthenticated_timeout": unauthenticated_timeout,
-        "close_timeout": close_timeout,
-        "backlog_count": backlog_count,
-        "backlog_size": backlog_size,
-        "flow_grace": flow_grace,
-        "tarpit_after": tarpit_after,
-        "tarpit_time": tarpit_time,
-        "close_channel_after": close_channel_after,
-        "close_connection_after": close_connection_after,
-        "resume_interval": resume_interval,
-        "store": store,
-        "store_synchronous": store_synchronous,
-        "memory_limit": memory_limit,
-        "disk_free_limit": disk_free_limit,
-        "http_host": http_host,
-        "http_port": http_port,
-        "http_token": http_token or os.environ.get("QFLOW_HTTP_TOKEN") or None,
-    }
+    # This is the first statement, so `locals` has only the parameters.
+    options = {name: value for name, value in locals().items() if value is not None}
+    given = {name: options[name] for name in (*SETTINGS, *TLS_FILES) if name in options}
+    if (users := broker_users(user, users_file)) is not None:
+        given["users"] = users
+    if loopback_users is not None:
+        given["loopback_users"] = tuple(filter(None, loopback_users.split(",")))
+    if token := http_token or os.environ.get("QFLOW_HTTP_TOKEN"):
+        given["http_token"] = token
     if user and not quiet:
         warn_of_option("--user", f"--users-file, {USERS} or [users] in --config")
     if http_token and not quiet:
         warn_of_option("--http-token", "QFLOW_HTTP_TOKEN or http_token in --config")
-    given = {name: value for name, value in flags.items() if value is not None}
-    marks = {
-        "flow_stop_count": flow_stop_count,
-        "flow_resume_count": flow_resume_count,
-        "flow_stop_size": flow_stop_size,
-        "flow_resume_size": flow_resume_size,
-    }
-    marks_given = {name: value for name, value in marks.items() if value is not None}
+    marks_given = {name: options[name] for name in MARKS if name in options}
     if marks_given and not queue:
         raise CommandError(
             f"{', '.join(marks_given)}: there is no queue to set this for; give --queue NAME", ExitCode.USAGE
@@ -677,7 +633,7 @@ def seldom_collected() -> Iterator[None]:
 
 def _make(config: Config, given: Mapping[str, Any]) -> Broker:
     settings: dict[str, Any] = {"port": 5672, **config.settings, **given}
-    files = [settings.pop(name, None) for name in ("tls_certificate", "tls_key", "tls_client_ca")]
+    files = [settings.pop(name, None) for name in TLS_FILES]
     try:
         return Broker(**settings, ssl_context=_ssl_context(*files))
     except (TypeError, ValueError) as error:

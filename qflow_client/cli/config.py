@@ -12,7 +12,7 @@ from typing import Any
 from qflow_client.broker import BrokerSettings, Policy, PolicyDefinition
 from qflow_client.cli.errors import CommandError, ExitCode
 
-__all__ = ["MARKS", "SETTINGS", "Config", "read_config"]
+__all__ = ["MARKS", "SETTINGS", "TLS_FILES", "Config", "read_config"]
 
 #: Settings of the broker that a configuration file can have. Only Python programs can set the other settings.
 SETTINGS = tuple(
@@ -23,7 +23,9 @@ _WORDS = tuple(name for name in SETTINGS if name != "policies")
 MARKS = ("flow_stop_count", "flow_resume_count", "flow_stop_size", "flow_resume_size")
 # Keys of a table ``[[policy]]``, except the name of the policy and the keys of its definition.
 _POLICY = ("pattern", "apply_to", "routing_key", "priority")
-_FILES = ("flow_log", "tls_certificate", "tls_key", "tls_client_ca", "store")
+#: Names of the options that together make the setting `ssl_context`.
+TLS_FILES = ("tls_certificate", "tls_key", "tls_client_ca")
+_FILES = ("flow_log", *TLS_FILES, "store")
 
 
 @dataclass(frozen=True)

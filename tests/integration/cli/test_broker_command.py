@@ -231,6 +231,11 @@ def test_the_http_token_can_be_set_in_the_environment(
     assert "http_token must be at least 8 visible" in capsys.readouterr().err
 
 
+def test_an_empty_http_token_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["broker", "--port", "0", "--http-port", "0", "--http-token", "", "--quiet"]) == 2
+    assert "http_token must be at least 8 visible" in capsys.readouterr().err
+
+
 def test_every_setting_of_the_broker_has_an_option_and_a_key_in_the_configuration_file() -> None:
     flags = set(inspect.signature(broker).parameters)
     assert {field.name for field in fields(BrokerSettings)} - set(SETTINGS) == {"authenticate", "ssl_context", "trace"}
