@@ -8,7 +8,6 @@ handles the broker's confirms and returned messages, which aiormq does not see.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 import time
@@ -28,13 +27,13 @@ from aiormq.exceptions import (
     AMQPConnectionError,
     ChannelInvalidStateError,
     DeliveryError,
-    PublishError,
 )
 
 from qflow_client.aio.dispatcher import Dispatcher
 from qflow_client.aio.turn import Deadlines, Turns, Waiter, wake_at
 from qflow_client.aio_pika.encoding import header_frame, make_message_id
-from qflow_client.amqp.frames import HEADER_FRAME, PublishEncoder, frame
+from qflow_client.aio_pika.returns import Returns
+from qflow_client.amqp.frames import PublishEncoder
 from qflow_client.core import calls
 from qflow_client.core.step import step
 from qflow_client.dropin import (
@@ -50,7 +49,6 @@ from qflow_client.dropin import (
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout, ProducerClosed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import Hold
-from qflow_client.logs import log
 from qflow_client.manager import flow_manager
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnDisconnect, ProducerSettings, WhenFlowed, check_timeout
@@ -95,7 +93,7 @@ _monotonic = time.monotonic
 class _Protocol(EncodedProtocol):
     def __init__(self, settings: ProducerSettings, **options: Any) -> None:
         super().__init__(settings, **options)
-        # Returned messages for `ChannelFlow._tell_returns`: the method, the payload of the header frame, and the body.
+        # Returned messages for `Returns.tell`: the method, the payload of the header frame, and the body.
         self.returned: list[tuple[spec.Basic.Return, bytes, bytes]] = []
 
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
@@ -153,9 +151,7 @@ class ChannelFlow(DropInFlow):
         self._before = 0
         # Encoded ``Basic.Publish`` frames. A key contains exchange, routing key, mandatory and immediate.
         self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
-        # The futures for the results of mandatory messages, in the order of publishing, with exchange and routing key.
-        # The key is the message id. The application may give several messages the same id.
-        self._mandatory: dict[str, list[tuple[asyncio.Future[Any], str, str]]] = {}
+        self._returns = Returns()
         # The error that ended aiormq's newest channel. Publishing calls that used the channel raise this error.
         self._reason: BaseException | None = None
         # True while a call of `after` is scheduled on the loop.
@@ -368,7 +364,7 @@ class ChannelFlow(DropInFlow):
             receipt._waiter = settled
             expected = settled, exchange, routing_key
             if mandatory is not None and self._confirms:
-                self._mandatory.setdefault(mandatory, []).append(expected)
+                self._returns.expect(mandatory, expected)
             timer = None
             try:
                 if timeout is None:
@@ -384,10 +380,10 @@ class ChannelFlow(DropInFlow):
                     self._deadlines.remove(settled)
                 else:
                     timer.cancel()
-                if mandatory is not None and expected in self._mandatory.get(mandatory, ()):
-                    self._forget_mandatory(mandatory, expected)
+                if mandatory is not None:
+                    self._returns.forget(mandatory, expected)
             if returned is not None:
-                return returned  # type: ignore[no-any-return]  # `_tell_returns` has set it
+                return returned  # type: ignore[no-any-return]  # `Returns.tell` has set it
         return self._verdict(receipt, began, message.body)
 
     def _method(self, channel: Any, exchange: str, routing_key: str, mandatory: bool, immediate: bool) -> bytes:
@@ -495,48 +491,14 @@ class ChannelFlow(DropInFlow):
             )
         return ConfirmTimeout(f"no answer from the broker within {waited:.3g} s for {receipt.describe()}{self.held}")
 
-    def _tell_returns(self) -> None:
-        returned, self.protocol.returned = self.protocol.returned, []
-        channel = self._channel
-        for method, header, body in returned:
-            content: Any = pamqp.frame.unmarshal(frame(HEADER_FRAME, channel.number, header))[2]
-            message = DeliveredMessage(delivery=method, header=content, body=body, channel=channel)
-            settled = self._take_mandatory(content.properties.message_id, method.exchange, method.routing_key)
-            if settled is None or settled.done():
-                log(logging.WARNING, "%s: the broker returned a message that no call waits for: %r", self.name, message)
-                continue
-            if channel.on_return_raises:
-                settled.set_exception(PublishError(message, method))
-                continue
-            for callback in tuple(channel.on_return_callbacks):
-                try:
-                    callback(message)
-                except Exception as error:
-                    log(logging.ERROR, "%s: a return callback failed: %r", self.name, callback, error=error)
-            settled.set_result(message)
-
-    def _take_mandatory(self, message_id: str, exchange: str, routing_key: str | None) -> asyncio.Future[Any] | None:
-        """Remove and return the future of the message that a return refers to; ``None`` if no call waits for it."""
-        own = self._mandatory.get(message_id)
-        if not own:
-            return None
-        # Prefer a message with the exchange and routing key of the return. Brokers return messages in order.
-        found = next((each for each in own if each[1:] == (exchange, routing_key)), own[0])
-        self._forget_mandatory(message_id, found)
-        return found[0]
-
-    def _forget_mandatory(self, message_id: str, expected: tuple[asyncio.Future[Any], str, str]) -> None:
-        own = self._mandatory[message_id]
-        own.remove(expected)
-        if not own:
-            del self._mandatory[message_id]
-
     def after(self) -> None:
         """Report returned messages, wake waiters, write log entries, and report flow events."""
         self._passes_on = False
         protocol = self.protocol
         if protocol.returned:
-            self._tell_returns()
+            returned, protocol.returned = protocol.returned, []
+            for method, header, body in returned:
+                self._returns.tell(method, header, body, self._channel, self.name)
         # Clear the list after all waiters are woken. So an interrupt loses no wake-up, but may repeat some.
         for waiter in protocol.reports.wake:
             if not waiter.done():

@@ -187,7 +187,7 @@ async def test_each_returned_message_is_reported_to_its_own_publish_even_if_seve
         results = await asyncio.gather(*publishing, return_exceptions=True)
         refused = [isinstance(each, aio_pika.exceptions.PublishError) for each in results]
         assert refused == [key != "q" for key in keys]
-        assert not channel.flow_control._mandatory
+        assert not channel.flow_control._returns._expected
     assert bodies(broker) == [b"", b""]
 
 
