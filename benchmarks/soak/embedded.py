@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qflow_client.broker import Broker
+from qflow_client.cli.broker import seldom_collected
 
 __all__ = ["COMMANDS", "main"]
 
@@ -39,7 +40,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 def main(store: str, port: str) -> None:
     # Written data survive the kill of a process; only a crash of the machine would lose the data.
-    with Broker(store=store, store_synchronous="normal", port=int(port)) as broker:
+    with seldom_collected(), Broker(store=store, store_synchronous="normal", port=int(port)) as broker:
         print(broker.url, flush=True)
         for line in sys.stdin:
             name, *arguments = json.loads(line)
