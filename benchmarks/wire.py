@@ -28,6 +28,12 @@ _TIMEOUT = 30.0
 # The broker deletes a queue that is unused for this number of milliseconds. Publishing does not count as use, so this
 # time must be longer than a run.
 _EXPIRES = 3_600_000
+# The kinds of frames, and the first bytes of a method frame: class id and method id.
+_METHOD, _HEADER = 1, 2
+_CANCEL_OK = bytes((0, 60, 0, 31))
+_CLOSES = (bytes((0, 20, 0, 40)), bytes((0, 10, 0, 50)))
+# The tag of the consumer.
+_TAG = "drain"
 
 
 def frame(kind: int, channel: int, payload: bytes) -> bytes:
@@ -91,6 +97,50 @@ class Wire:
         self._send(commands.Basic.Get(queue=queue, no_ack=True), 1)
         answer = self._expect(commands.Basic.GetOk, commands.Basic.GetEmpty)
         return answer.message_count if isinstance(answer, commands.Basic.GetOk) else None
+
+    def drain(self, queue: str) -> Iterator[tuple[bytes, bytes]]:
+        """Consume all messages of a queue. Yield the payload of the header frame and the body of each message."""
+        while left := self.depth(queue):
+            self._send(commands.Basic.Consume(queue=queue, consumer_tag=_TAG, no_ack=True), 1)
+            header, parts, missing = b"", list[bytes](), 0
+            for kind, payload in self._frames():
+                if kind == _METHOD:
+                    if payload[:4] in _CLOSES:
+                        raise ConnectionError(f"the broker closed while it delivered {queue!r}: {payload!r}")
+                    if payload[:4] == _CANCEL_OK:
+                        break
+                    # The other methods are the answer to Basic.Consume, and the deliveries, whose content follows.
+                    continue
+                if kind == _HEADER:
+                    header, parts, missing = payload, [], int.from_bytes(payload[4:12], "big")
+                else:
+                    parts.append(payload)
+                    missing -= len(payload)
+                if not missing:
+                    yield header, b"".join(parts)
+                    left -= 1
+                    if not left:
+                        # More messages may be on their way. They come before the answer.
+                        self._send(commands.Basic.Cancel(_TAG), 1)
+
+    def _frames(self) -> Iterator[tuple[int, bytes]]:
+        """Yield kind and payload of each frame. This is faster than `_next`, which decodes the frames."""
+        at = 0
+        try:
+            while True:
+                have = len(self._buffer) - at
+                if have >= FRAME_OVERHEAD:
+                    kind, _, length = FRAME_HEAD.unpack_from(self._buffer, at)
+                    if have >= length + FRAME_OVERHEAD:
+                        at += length + FRAME_OVERHEAD
+                        yield kind, self._buffer[at - length - 1 : at - 1]
+                        continue
+                data = self.socket.recv(1 << 18)
+                if not data:
+                    raise ConnectionError("the broker closed the connection")
+                self._buffer, at = self._buffer[at:] + data, 0
+        finally:
+            self._buffer = self._buffer[at:]
 
     def close(self) -> None:
         """Close the connection cleanly, and close the socket in any case."""

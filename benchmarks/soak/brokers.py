@@ -18,8 +18,11 @@ from urllib.parse import urlsplit
 
 import pika
 from pamqp import commands
+from pamqp.header import ContentHeader
 
 from benchmarks.soak.messages import Copy, read_copy
+from benchmarks.wire import Wire
+from qflow_client.message import REPUBLISHED
 from qflow_client.testing.cluster import NET_TICK_TIME, RabbitMQCluster
 from qflow_client.testing.proxy import FaultProxy
 from qflow_client.testing.rabbitmq import RabbitMQNode
@@ -84,26 +87,20 @@ def _declare(url: str, **arguments: object) -> None:
 
 
 def _read_back(url: str) -> Sequence[Copy]:
-    copies: list[Copy] = []
-    with _connected(url) as channel:
+    with Wire(url) as wire:
         # After a crash, a queue with many messages is slow.
-        channel.basic_qos(prefetch_count=1000)
-        while True:
-            left = channel.queue_declare(QUEUE, passive=True).method.message_count
-            if not left:
-                return copies
-            for method, properties, body in channel.consume(QUEUE, inactivity_timeout=_PATIENCE):
-                if method is None:
-                    raise TimeoutError(
-                        f"queue {QUEUE!r} delivered none of its remaining {left} messages for {_PATIENCE:g} s"
-                    )
-                copies.append(read_copy(body, properties.headers))
-                left -= 1
-                if not left or len(copies) % 500 == 0:
-                    channel.basic_ack(method.delivery_tag, multiple=True)
-                if not left:
-                    break
-            channel.cancel()
+        wire.socket.settimeout(_PATIENCE)
+        return [read_copy(body, _headers(header)) for header, body in wire.drain(QUEUE)]
+
+
+def _headers(payload: bytes) -> Mapping[str, object] | None:
+    """Return the headers of a marked message. Do not decode the headers of other messages, which takes long."""
+    if REPUBLISHED.encode() not in payload:
+        return None
+    header = ContentHeader()
+    header.unmarshal(payload)
+    assert header.properties is not None
+    return header.properties.headers
 
 
 class _OneNode:
