@@ -238,7 +238,7 @@ class Outbox:
         failed, relay = self.tables.failed, self.tables.relay
         depth, oldest_age = measure(connection, self.tables)
         is_postgresql = dialect_of(connection, self.tables.rows) == "postgresql"
-        relays, holds = self._relays(connection) if is_postgresql else relay_of(connection)
+        relays, holds = self._relays(connection) if is_postgresql else relay_of(connection, self.tables)
         return OutboxStatus(
             depth=depth,
             oldest_age=oldest_age,

@@ -3,8 +3,9 @@
 SQLite allows one writer at a time, and assigns the id of a row while the writer has the lock. So rows become visible in
 the order of their ids. The new rows are therefore exactly the rows after the last row that was read.
 
-One relay at a time works on a database. The relay locks the file ``<database>.relay``. If the relay's process ends, the
-operating system releases the lock. For `Outbox.status`, the file contains the holds of the relay's producer.
+One relay at a time works on an outbox. The relay locks the file ``<database>.relay``, or ``<database>.<table>.relay``
+if the table has another name than the default. If the relay's process ends, the operating system releases the lock.
+For `Outbox.status`, the file contains the holds of the relay's producer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, bindparam, case, delete, exists, insert, orm, text, update
 from sqlalchemy import func as sql
@@ -54,13 +56,19 @@ def _path_of(connection: Connection | orm.Session) -> str:
     return path if Path(path).is_file() else ""
 
 
-def relay_of(connection: Connection | orm.Session) -> tuple[int | None, tuple[str, ...]]:
+def _lock_path(path: str, tables: Tables) -> str:
+    """Return the path of the file that a relay locks. Each outbox of a database has its own file."""
+    name = tables.rows.name
+    return f"{path}.relay" if name == "qflow_outbox" else f"{path}.{quote(name, safe='')}.relay"
+
+
+def relay_of(connection: Connection | orm.Session, tables: Tables) -> tuple[int | None, tuple[str, ...]]:
     """Return the number of working relays (``None`` if it is unknown), and the holds of each relay that has holds."""
     path = _path_of(connection)
     if not path:
         return None, ()
     try:
-        descriptor = os.open(f"{path}.relay", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(_lock_path(path, tables), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return 0, ()
     except OSError:
@@ -108,7 +116,7 @@ class SqliteSession:
                 raise RelayError(
                     "a relay needs a database in a file, because a database in memory belongs to one thread or process"
                 )
-            self._path = f"{path}.relay"
+            self._path = _lock_path(path, tables)
             with self._connection.begin(), suppress(IntegrityError):
                 self._connection.execute(
                     insert(tables.relay),

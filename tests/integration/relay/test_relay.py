@@ -317,6 +317,22 @@ def test_E14_on_sqlite_only_one_relay_is_active_and_another_takes_over_when_it_e
             eventually(lambda: first.counts.confirmed == 1)
 
 
+def test_E14_two_outboxes_of_one_database_each_have_a_working_relay(engine: Engine, broker: Broker) -> None:
+    first = Outbox(name="first")
+    second = Outbox(first.metadata, name="out/box 2")
+    first.metadata.create_all(engine)
+    for outbox in (first, second):
+        add(engine, outbox, outbox.tables.full_name)
+    with (
+        OutboxRelay(engine, broker.url, outbox=first, **FAST),
+        OutboxRelay(engine, broker.url, outbox=second, **FAST),
+    ):
+        eventually(lambda: sorted(bodies(broker)) == [b"first", b"out/box 2"])
+        with engine.begin() as connection:
+            assert first.status(connection).relays == second.status(connection).relays == 1
+    first.metadata.drop_all(engine)
+
+
 FORKING = """
 import os, signal, sys
 from qflow_client.sqlalchemy import OutboxRelay
