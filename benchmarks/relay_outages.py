@@ -168,7 +168,7 @@ def _shared(engine: Engine, outbox: Outbox) -> int:
         " WHERE locktype = 'advisory' AND granted AND classid = :class AND objid < :count"
     )
     with engine.connect() as connection:
-        given = {"class": outbox.tables.lock_class % (1 << 32), "count": PARTITIONS}
+        given = {"class": outbox.tables.relay_keys(connection)[0] % (1 << 32), "count": PARTITIONS}
         held, relays = connection.execute(query, given).one()
     return int(relays) if held == PARTITIONS else 0
 

@@ -254,12 +254,12 @@ class Outbox:
             " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
             " AND classid = :class AND objid = :member"
         )
-        given = {"class": self.tables.lock_class % (1 << 32), "member": PARTITIONS}
+        lock_class, prefix = self.tables.relay_keys(connection)
+        given = {"class": lock_class % (1 << 32), "member": PARTITIONS}
         names = (
             "SELECT application_name FROM pg_stat_activity"
             " WHERE datname = current_database() AND starts_with(application_name, :name) ORDER BY pid"
         )
-        prefix = self.tables.session_name
         found = connection.execute(text(names), {"name": prefix}).scalars()
         holds = tuple(name.removeprefix(prefix) for name in found if name != prefix)
         return connection.execute(text(locks), given).scalar_one(), holds

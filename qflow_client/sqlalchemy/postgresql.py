@@ -82,7 +82,6 @@ class PostgresqlSession:
                 'use create_engine("postgresql+psycopg://…")'
             )
         self._tables = tables
-        self._class = tables.lock_class
         quote = engine.dialect.identifier_preparer.format_table
         self._rows, self._failed, self._relay = quote(tables.rows), quote(tables.failed), quote(tables.relay)
         self._find_next = self._statement("%(last)s")
@@ -141,6 +140,7 @@ class PostgresqlSession:
             f"INSERT INTO {self._relay} (partition, permitted, relayed)"
             f" SELECT partition, 0, 0 FROM generate_series(0, {PARTITIONS - 1}) partition ON CONFLICT DO NOTHING"
         )
+        self._class, self._name = self._tables.relay_keys(self._connection)
 
     def _set_socket(self, milliseconds: int) -> None:
         """Make the operating system end the connection within the lease if the server does not answer."""
@@ -326,7 +326,7 @@ class PostgresqlSession:
 
     def say(self, holds: str) -> None:
         """Show the holds of the relay in the server's list of sessions, which is in memory and not on disk."""
-        self._run("SELECT set_config('application_name', :name, false)", name=self._tables.session_name + holds)
+        self._run("SELECT set_config('application_name', :name, false)", name=self._name + holds)
 
     def wait(self, wake: socket.socket, timeout: float) -> bool:
         """Wait at most `timeout` seconds for a commit or a byte on `wake`. Return True if there may be new rows."""

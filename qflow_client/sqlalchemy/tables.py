@@ -18,6 +18,7 @@ from sqlalchemy import (
     Column,
     Connection,
     DateTime,
+    Dialect,
     Index,
     Integer,
     LargeBinary,
@@ -25,8 +26,10 @@ from sqlalchemy import (
     SmallInteger,
     Table,
     Text,
+    text,
 )
 from sqlalchemy import func as sql
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
@@ -129,16 +132,21 @@ class Tables:
         """The name of the table of waiting messages, with its schema if it has one."""
         return str(self.rows.fullname)
 
-    @property
-    def lock_class(self) -> int:
-        """The first of the two keys of the advisory locks on PostgreSQL, a signed integer of 32 bits."""
-        number = crc32(f"qflow {self.full_name}".encode())
-        return number - (1 << 32) if number >= 1 << 31 else number
+    def relay_keys(self, connection: Connection | Session) -> tuple[int, str]:
+        """Return what the relays of this outbox have in common on PostgreSQL, and relays of other outboxes have not.
 
-    @property
-    def session_name(self) -> str:
-        """The first part of the ``application_name`` of each relay's session. The holds of the relay follow."""
-        return f"qflow relay {crc32(self.full_name.encode()):08x}: "
+        The first key of the advisory locks is a signed integer of 32 bits. The first part of the ``application_name``
+        of each relay's session is a text. The holds of the relay follow.
+
+        Without a schema, the search path of the session decides which table is used. So ask the server for the schema.
+        """
+        dialect: Dialect = postgresql.dialect()  # type: ignore[no-untyped-call]  # SQLAlchemy has no types here
+        quoted = dialect.identifier_preparer.format_table(self.rows)
+        query = "SELECT nspname FROM pg_namespace n JOIN pg_class c ON relnamespace = n.oid AND c.oid = to_regclass(:t)"
+        schema = connection.execute(text(query), {"t": quoted}).scalar()
+        name = self.rows.name if schema in (None, "public") else f"{schema}.{self.rows.name}"
+        number = crc32(f"qflow {name}".encode())
+        return number - (1 << 32) if number >= 1 << 31 else number, f"qflow relay {crc32(name.encode()):08x}: "
 
     @property
     def channel(self) -> str:

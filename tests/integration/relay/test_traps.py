@@ -54,7 +54,7 @@ def held(engine: Engine, outbox: Outbox) -> int:
     with engine.begin() as connection:
         found: int = connection.execute(
             text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND classid = :class AND objid < :count"),
-            {"class": outbox.tables.lock_class % (1 << 32), "count": PARTITIONS},
+            {"class": outbox.tables.relay_keys(connection)[0] % (1 << 32), "count": PARTITIONS},
         ).scalar_one()
     return found
 
@@ -383,6 +383,31 @@ def test_E14_the_outbox_tables_may_be_in_a_database_schema_with_any_name(engine:
     with engine.begin() as connection:
         outbox.metadata.drop_all(connection)
         connection.execute(text('DROP SCHEMA "of the application"'))
+
+
+def test_E14_relays_of_equal_tables_in_different_schemas_of_the_search_path_share_no_work(
+    engine: Engine, broker: Broker
+) -> None:
+    outbox = Outbox()
+    with ExitStack() as stack:
+        engines, relays = [], []
+        for schema in ("north", "south"):
+            found = create_engine(engine.url, connect_args={"options": f"-c search_path={schema}"})
+            stack.callback(found.dispose)
+            with found.begin() as connection:
+                connection.execute(text(f"CREATE SCHEMA {schema}"))
+                outbox.metadata.create_all(connection)
+            engines.append(found)
+            relays.append(stack.enter_context(OutboxRelay(found, broker.url, outbox=outbox, **FAST)))
+        eventually(lambda: all(len(relay.partitions) == PARTITIONS for relay in relays))
+        for found in engines:
+            add(found, outbox, *"12")
+        eventually(lambda: sorted(bodies(broker)) == [b"1", b"1", b"2", b"2"])
+        # The same table has the same relays, by whatever name it is found.
+        with engines[0].begin() as connection:
+            assert outbox.status(connection).relays == Outbox(schema="south").status(connection).relays == 1
+    with engine.begin() as connection:
+        connection.execute(text("DROP SCHEMA north, south CASCADE"))
 
 
 def test_E14_the_error_for_a_missing_database_driver_names_the_driver(

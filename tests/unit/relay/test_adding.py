@@ -141,7 +141,6 @@ def test_E14_one_application_can_have_several_database_outboxes(engine: Engine) 
         first.add(connection, b"1", routing_key="q")
     assert len(rows(engine, first)) == 1
     assert rows(engine, second) == []
-    assert first.tables.lock_class != second.tables.lock_class
     assert first.tables.channel != second.tables.channel
 
 
