@@ -98,7 +98,8 @@ class Tables:
             name,
             metadata,
             Column("id", number, primary_key=True, autoincrement=True),
-            Column("xid", BigInteger, nullable=False, server_default=_TransactionId()),
+            # With `default`, inserts need no default in the database. A migration made on SQLite has the default 0.
+            Column("xid", BigInteger, nullable=False, default=_TransactionId(), server_default=_TransactionId()),
             *message(),
             Column("created_at", DateTime(timezone=True), nullable=False, server_default=now),
             schema=schema,

@@ -385,6 +385,18 @@ def test_E14_the_outbox_tables_may_be_in_a_database_schema_with_any_name(engine:
         connection.execute(text('DROP SCHEMA "of the application"'))
 
 
+def test_E14_a_row_has_its_transaction_number_even_if_a_migration_was_made_for_sqlite(
+    engine: Engine, outbox: Outbox, session: PostgresqlSession
+) -> None:
+    # Alembic writes the default of SQLite into a migration that it generates on SQLite.
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE qflow_outbox ALTER xid SET DEFAULT 0"))
+    assert read(session) == []
+    add(engine, outbox, b"1")
+    add(engine, outbox, *"23")
+    assert read(session) == [b"1", b"2", b"3"]
+
+
 def test_E14_relays_of_equal_tables_in_different_schemas_of_the_search_path_share_no_work(
     engine: Engine, broker: Broker
 ) -> None:
