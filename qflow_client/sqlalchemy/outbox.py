@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, overload
@@ -291,17 +291,18 @@ class Outbox:
             ids: the `FailedRow.id` of each message to move; ``None`` for all messages.
         """
         failed = self.tables.failed
+        if ids is None:
+            ids = connection.execute(select(failed.c.id)).scalars().all()
         names = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body")
         query = select(*(failed.c[name] for name in (*names, "id"))).order_by(failed.c.id).with_for_update()
-        if ids is not None:
-            query = query.where(failed.c.id.in_(ids))
-        found = connection.execute(query).all()
-        if not found:
-            return 0
-        connection.execute(delete(failed).where(failed.c.id.in_([row.id for row in found])))
         statement = self._insert(dialect_of(connection, self.tables.rows))
-        connection.execute(statement, [{name: getattr(row, name) for name in names} for row in found])
-        return len(found)
+        count = 0
+        for batch in _batches(sorted(ids)):
+            if found := connection.execute(query.where(failed.c.id.in_(batch))).all():
+                connection.execute(delete(failed).where(failed.c.id.in_([row.id for row in found])))
+                connection.execute(statement, [{name: getattr(row, name) for name in names} for row in found])
+                count += len(found)
+        return count
 
     def forget(self, connection: Connection | Session, ids: Sequence[int]) -> int:
         """Delete failed messages, in the caller's transaction. Return the number of deleted messages.
@@ -310,8 +311,16 @@ class Outbox:
             ids: the `FailedRow.id` of each message to delete.
         """
         failed = self.tables.failed
-        gone: Any = connection.execute(delete(failed).where(failed.c.id.in_(ids)))
-        return int(gone.rowcount)
+        count = 0
+        for batch in _batches(ids):
+            gone: Any = connection.execute(delete(failed).where(failed.c.id.in_(batch)))
+            count += gone.rowcount
+        return count
+
+
+def _batches(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    # Every usual build of SQLite and PostgreSQL accepts this number of values in one statement.
+    return (ids[begin : begin + 500] for begin in range(0, len(ids), 500))
 
 
 def _message_of(row: Any) -> RoutedMessage | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, MetaData, create_engine, select
+from sqlalchemy import Engine, MetaData, create_engine, delete, insert, literal, select
 from sqlalchemy.orm import Session
 
 from qflow_client import Message, RoutedMessage
@@ -151,6 +152,24 @@ def test_E14_the_status_of_a_database_outbox_counts_waiting_messages(engine: Eng
         status = outbox.status(connection)
     assert (status.depth, status.failed, status.relayed, status.relays) == (3, 0, 0, None)
     assert 0 <= status.oldest_age < 60
+
+
+def test_E14_any_number_of_failed_messages_can_be_retried_or_forgotten(engine: Engine, outbox: Outbox) -> None:
+    table, failed = outbox.tables.rows, outbox.tables.failed
+    names = [column.name for column in failed.c if column.name in table.c]
+    with engine.begin() as connection:
+        driver: Any = connection.connection.driver_connection
+        driver.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 999)
+        outbox.add_many(connection, [b"%04d" % number for number in range(2500)], routing_key="q", ordering_key="k")
+        values = select(*(table.c[name] for name in names), literal("no queue"))
+        connection.execute(insert(failed).from_select([*names, "reply"], values))
+        connection.execute(delete(table))
+        assert outbox.forget(connection, range(1, 1101)) == 1100
+        assert outbox.retry(connection, range(2500, 1200, -1)) == 1300
+        assert outbox.retry(connection) == 100
+        assert outbox.retry(connection) == outbox.retry(connection, []) == 0
+    bodies = [int(row.body) for row in rows(engine, outbox)]
+    assert bodies == [*range(1200, 2500), *range(1100, 1200)]
 
 
 def test_a_file_named_relay_in_the_current_folder_says_nothing_about_a_database_in_memory(
