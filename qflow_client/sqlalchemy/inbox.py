@@ -16,7 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
-from qflow_client.sqlalchemy.tables import dialect_of
+from qflow_client.sqlalchemy.tables import dialect_of, refuse_async
 
 __all__ = ["Inbox"]
 
@@ -92,6 +92,7 @@ class Inbox:
         Args:
             older_than: minimum age in seconds of the deleted records. Later copies of these messages count as new.
         """
+        refuse_async(connection, "inbox.forget")
         # Use the clock of the database, because the stored times are from this clock.
         before = connection.execute(select(sql.now())).scalar_one() - timedelta(seconds=older_than)
         gone: Any = connection.execute(delete(self.table).where(self.table.c.handled_at < before))

@@ -22,7 +22,7 @@ from qflow_client.amqp.frames import FrameError, content_header
 from qflow_client.message import Message, RoutedMessage, as_body, decode_message
 from qflow_client.sqlalchemy.backlog import measure
 from qflow_client.sqlalchemy.sqlite import relay_of
-from qflow_client.sqlalchemy.tables import PARTITIONS, Tables, dialect_of, partition_of
+from qflow_client.sqlalchemy.tables import PARTITIONS, Tables, dialect_of, partition_of, refuse_async
 
 __all__ = ["FailedRow", "Outbox", "OutboxStatus"]
 
@@ -147,7 +147,8 @@ class Outbox:
         values, message_id = self.encode(message, exchange, routing_key, ordering_key)
         if isinstance(session, (AsyncSession, AsyncConnection)):
             return self._execute(session, values, message_id)
-        session.execute(self._insert(dialect_of(session, self.tables.rows)), values)
+        statement = self._insert(dialect_of(session, self.tables.rows))
+        session.execute(statement, values)
         return message_id
 
     @overload
@@ -190,7 +191,8 @@ class Outbox:
         if isinstance(session, (AsyncSession, AsyncConnection)):
             return self._execute(session, rows, ids)
         if rows:
-            session.execute(self._insert(dialect_of(session, self.tables.rows)), rows)
+            statement = self._insert(dialect_of(session, self.tables.rows))
+            session.execute(statement, rows)
         return ids
 
     async def _execute(self, session: AsyncSession | AsyncConnection, values: Any, result: Any) -> Any:
@@ -218,6 +220,8 @@ class Outbox:
         if isinstance(message, RoutedMessage):
             exchange = message.exchange if exchange is None else exchange
             routing_key = message.routing_key if routing_key is None else routing_key
+        if not isinstance(ordering_key, str | None):
+            raise TypeError(f"ordering_key must be a str, not {type(ordering_key).__name__}: {ordering_key!r:.60}")
         exchange, routing_key = exchange or "", routing_key or ""
         encode_short_string(exchange, "exchange")
         encode_short_string(routing_key, "routing_key")
@@ -235,6 +239,7 @@ class Outbox:
 
     def status(self, connection: Connection | Session) -> OutboxStatus:
         """Return the numbers of rows and relays, and the holds of the relays."""
+        refuse_async(connection, "outbox.status")
         failed, relay = self.tables.failed, self.tables.relay
         depth, oldest_age = measure(connection, self.tables)
         is_postgresql = dialect_of(connection, self.tables.rows) == "postgresql"
@@ -271,6 +276,7 @@ class Outbox:
             after: return only messages with a `FailedRow.id` above this number.
             limit: maximum number of messages to return.
         """
+        refuse_async(connection, "outbox.failed")
         table = self.tables.failed
         found = connection.execute(select(table).where(table.c.id > after).order_by(table.c.id).limit(limit))
         return [
@@ -290,6 +296,7 @@ class Outbox:
         Args:
             ids: the `FailedRow.id` of each message to move; ``None`` for all messages.
         """
+        refuse_async(connection, "outbox.retry")
         failed = self.tables.failed
         if ids is None:
             ids = connection.execute(select(failed.c.id)).scalars().all()
@@ -310,6 +317,7 @@ class Outbox:
         Args:
             ids: the `FailedRow.id` of each message to delete.
         """
+        refuse_async(connection, "outbox.forget")
         failed = self.tables.failed
         count = 0
         for batch in _batches(ids):

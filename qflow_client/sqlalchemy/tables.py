@@ -35,7 +35,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.expression import ColumnElement
 
-__all__ = ["PARTITIONS", "Tables", "dialect_of", "partition_of"]
+__all__ = ["PARTITIONS", "Tables", "dialect_of", "partition_of", "refuse_async"]
 
 #: The number of partitions of the ordering keys. This number must never change, because applications with an older
 #: version of this package may write rows at the same time. On PostgreSQL, at most this number of relays share the work.
@@ -55,7 +55,14 @@ def dialect_of(session: Any, table: Table) -> str:
         return str(session.get_bind(clause=table).dialect.name)
     if isinstance(session, (Connection, AsyncConnection)):
         return str(session.dialect.name)
-    raise TypeError(f"give a session or connection of SQLAlchemy, not {type(session).__name__}")
+    way_out = "; call it, to get its session" if callable(session) else ""
+    raise TypeError(f"give a session or connection of SQLAlchemy, not {type(session).__name__}{way_out}")
+
+
+def refuse_async(session: Any, method: str) -> None:
+    """Raise TypeError for an asynchronous session, because the method is not a coroutine."""
+    if isinstance(session, (AsyncSession, AsyncConnection)):
+        raise TypeError(f"{method} needs a synchronous session: use await session.run_sync({method}, …)")
 
 
 class _TransactionId(ColumnElement[int]):

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, MetaData, create_engine, delete, insert, literal, select
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from qflow_client import Message, RoutedMessage
 from qflow_client.message import decode_message
-from qflow_client.sqlalchemy import Outbox, RelayError
+from qflow_client.sqlalchemy import Inbox, Outbox, RelayError
 from qflow_client.sqlalchemy.sqlite import SqliteSession
 from qflow_client.sqlalchemy.tables import PARTITIONS
 
@@ -119,12 +120,13 @@ def test_E14_messages_without_a_key_are_distributed_over_all_partitions(engine: 
         (7, {}, TypeError),
         (b"", {"routing_key": "k" * 256}, ValueError),
         (b"", {"exchange": "x" * 256}, ValueError),
+        (b"", {"ordering_key": 5}, TypeError),
         (Message(b"", headers={"k": object()}), {}, TypeError),
     ],
-    ids=["no message", "routing key", "exchange", "headers"],
+    ids=["no message", "routing key", "exchange", "ordering key", "headers"],
 )
 def test_E14_adding_a_message_that_cannot_be_sent_raises_an_error(
-    engine: Engine, outbox: Outbox, message: Any, given: dict[str, str], error: type[Exception]
+    engine: Engine, outbox: Outbox, message: Any, given: dict[str, Any], error: type[Exception]
 ) -> None:
     with engine.begin() as connection:
         with pytest.raises(error):
@@ -132,6 +134,22 @@ def test_E14_adding_a_message_that_cannot_be_sent_raises_an_error(
         with pytest.raises(error):
             outbox.add_many(connection, [b"good", message], **given)
     assert rows(engine, outbox) == []
+
+
+def test_E14_the_error_about_a_session_of_another_type_says_what_to_do(engine: Engine, outbox: Outbox) -> None:
+    for other in (scoped_session(sessionmaker(engine)), sessionmaker(engine)):
+        with pytest.raises(TypeError, match=f"not {type(other).__name__}; call it, to get its session"):
+            outbox.add(other, b"1", routing_key="q")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"a session or connection of SQLAlchemy, not Engine$"):
+        outbox.add_many(engine, [b"1"], routing_key="q")  # type: ignore[call-overload]
+    session: Any = AsyncSession()
+    for method in (outbox.status, outbox.failed, outbox.retry):
+        with pytest.raises(TypeError, match=rf"await session\.run_sync\(outbox\.{method.__name__}, …\)"):
+            method(session)
+    with pytest.raises(TypeError, match="run_sync"):
+        outbox.forget(session, [1])
+    with pytest.raises(TypeError, match="run_sync"):
+        Inbox().forget(session, 1.0)
 
 
 def test_E14_one_application_can_have_several_database_outboxes(engine: Engine) -> None:
