@@ -68,7 +68,7 @@ class PostgresqlSession:
         lease: if the relay is inactive for this number of seconds, another relay gets its partitions; see `silence_of`.
 
     Raises:
-        RelayError: the driver or the server is not supported.
+        RelayError: the server is not supported.
         sqlalchemy.exc.SQLAlchemyError: the database cannot be reached.
     """
 
@@ -76,11 +76,6 @@ class PostgresqlSession:
     is_notified = True
 
     def __init__(self, engine: Engine, tables: Tables, lease: float) -> None:
-        if engine.dialect.driver != "psycopg":
-            raise RelayError(
-                f"a relay needs the driver psycopg for PostgreSQL, not {engine.dialect.driver}: "
-                'use create_engine("postgresql+psycopg://…")'
-            )
         self._tables = tables
         quote = engine.dialect.identifier_preparer.format_table
         self._rows, self._failed, self._relay = quote(tables.rows), quote(tables.failed), quote(tables.relay)

@@ -107,6 +107,9 @@ class OutboxRelay:
         settings: ProducerSettings | None = None,
         **keywords: Any,
     ) -> None:
+        for name, value in (("lease", lease), ("poll", poll)):
+            check_argument(name, value, isinstance(value, (int, float)), "a number of seconds")
+        check_argument("outbox", outbox, outbox is None or isinstance(outbox, Outbox), "None or an Outbox")
         if not lease > 0 or not poll > 0:
             raise SettingsError(f"lease={lease!r}, poll={poll!r}: both must be more than 0 seconds")
         check_argument("credentials", credentials, credentials is None or callable(credentials), "None or callable")
@@ -134,6 +137,11 @@ class OutboxRelay:
         self._engine = database if isinstance(database, Engine) else engine_of(database)
         if self._engine.dialect.name not in _SESSIONS:
             raise SettingsError(f"database {self._engine.dialect.name!r}: use PostgreSQL or SQLite")
+        if self._engine.dialect.name == "postgresql" and self._engine.dialect.driver != "psycopg":
+            raise SettingsError(
+                f"database: a relay needs the driver psycopg for PostgreSQL, not {self._engine.dialect.driver}; "
+                'give engine.url, or create_engine("postgresql+psycopg://…")'
+            )
         self._tables = (outbox or Outbox()).tables
         self._lease = lease
         self._poll = poll

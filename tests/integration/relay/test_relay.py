@@ -407,6 +407,9 @@ def test_E14_messages_can_be_added_in_asynchronous_sessions(
 def test_E14_a_relay_with_unsupported_arguments_raises_an_error(values: dict[str, Any], word: str) -> None:
     with pytest.raises(SettingsError, match=word):
         OutboxRelay(**{"database": "sqlite://", **values})
+    for name, value in (("lease", "30"), ("poll", None), ("outbox", "orders")):
+        with pytest.raises(TypeError, match=f"{name}={value!r}: it must be "):
+            OutboxRelay("sqlite://", **{name: value})  # type: ignore[arg-type]
 
 
 def test_E14_a_relay_for_an_in_memory_database_raises_an_error(broker: Broker) -> None:
