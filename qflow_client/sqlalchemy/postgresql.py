@@ -42,13 +42,11 @@ from typing import Any, cast
 
 from sqlalchemy import Engine, text
 
-from qflow_client.sqlalchemy.sessions import PAGE_BYTES, Aside, RelayError, Row, silence_of, wait_readable
+from qflow_client.sqlalchemy.sessions import FULL_PERIOD, PAGE_BYTES, Aside, RelayError, Row, silence_of, wait_readable
 from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 
 __all__ = ["AHEAD", "PostgresqlSession"]
 
-# Seconds from the start of a full sweep until another full sweep is due. A sweep in progress is completed first.
-_FULL_PERIOD = 60.0
 # Means "no transaction is in progress". The list is not empty, because psycopg cannot know the type of an empty list.
 _NO_TRANSACTIONS = [-1]
 # Greater than any transaction number.
@@ -223,7 +221,7 @@ class PostgresqlSession:
             # The statement below takes the new sweep's snapshot, which hides later rows, so it needs no upper limit.
             self._last, self._xmax, self._xip = 0, _AFTER_ALL, _NO_TRANSACTIONS
             if self.is_full:
-                self._next_full = _monotonic() + _FULL_PERIOD
+                self._next_full = _monotonic() + FULL_PERIOD
                 self._adopt_restored()
         # Use the driver directly. With SQLAlchemy the call would take twice as long.
         found = self._cursor.execute(

@@ -10,10 +10,12 @@ from typing import NamedTuple, Protocol
 
 from qflow_client.errors import QflowError
 
-__all__ = ["LOOK", "PAGE_BYTES", "Aside", "RelayError", "Row", "Session", "silence_of", "wait_readable"]
+__all__ = ["FULL_PERIOD", "LOOK", "PAGE_BYTES", "Aside", "RelayError", "Row", "Session", "silence_of", "wait_readable"]
 
 #: Each relay checks after this number of seconds which partitions of the outbox table belong to it.
 LOOK = 1.0
+#: Seconds from the start of a full sweep until another full sweep is due. A sweep in progress is completed first.
+FULL_PERIOD = 60.0
 #: `Session.read` stops adding rows to its result when their bodies reach this total size in bytes.
 PAGE_BYTES = 1 << 24
 

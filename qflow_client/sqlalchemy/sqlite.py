@@ -1,7 +1,8 @@
 """The session of a relay with SQLite.
 
 SQLite allows one writer at a time, and assigns the id of a row while the writer has the lock. So rows become visible in
-the order of their ids. The new rows are therefore exactly the rows after the last row that was read.
+the order of their ids. The new rows are therefore exactly the rows after the last row that was read. Once a minute, the
+relay reads from the first row, to find rows with old ids, such as rows from a backup.
 
 One relay at a time works on an outbox. The relay locks the file ``<database>.relay``, or ``<database>.<table>.relay``
 if the table has another name than the default. If the relay's process ends, the operating system releases the lock.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,10 +27,12 @@ from sqlalchemy.exc import IntegrityError
 
 from qflow_client.files import lock, open_private
 from qflow_client.forks import after_fork_in_child
-from qflow_client.sqlalchemy.sessions import PAGE_BYTES, Aside, RelayError, Row, wait_readable
+from qflow_client.sqlalchemy.sessions import FULL_PERIOD, PAGE_BYTES, Aside, RelayError, Row, wait_readable
 from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 
 __all__ = ["SqliteSession", "relay_of"]
+
+_monotonic = time.monotonic
 
 _PARTITIONS = frozenset(range(PARTITIONS))
 # Every usual build of SQLite accepts this number of values in one statement.
@@ -104,6 +108,7 @@ class SqliteSession:
         self._tables = tables
         self._last = 0
         self._is_fresh = True
+        self._next_full = 0.0
         self.is_full = True
         self.has_more = False
         self._lock: int | None = None
@@ -166,13 +171,15 @@ class SqliteSession:
         self._last, self._is_fresh = 0, True
 
     def is_full_due(self) -> bool:
-        return False
+        return not self._is_fresh and _monotonic() >= self._next_full
 
     def read(self, limit: int, gone: Sequence[int] = ()) -> list[Row]:
         if self._lock is None:
             return []
         rows, relay = self._tables.rows.c, self._tables.relay
         self.is_full = self._is_fresh
+        if self._last == 0:
+            self._next_full = _monotonic() + FULL_PERIOD
         found: list[Row] = []
         size = 0
         with self._connection.begin():

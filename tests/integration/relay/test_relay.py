@@ -333,6 +333,21 @@ def test_E14_two_outboxes_of_one_database_each_have_a_working_relay(engine: Engi
     first.metadata.drop_all(engine)
 
 
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_E14_on_sqlite_rows_restored_with_old_numbers_are_published(
+    engine: Engine, outbox: Outbox, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_sqlite, "FULL_PERIOD", 0.2)
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        add(engine, outbox, b"1", b"2")
+        eventually(lambda: relay.counts.confirmed == 2)
+        with engine.begin() as connection:
+            row = {**outbox.encode(b"restored", "", "q", None)[0], "id": 1}
+            connection.execute(insert(outbox.tables.rows), row)
+        eventually(lambda: relay.counts.confirmed == 3)
+    assert bodies(broker) == [b"1", b"2", b"restored"]
+
+
 FORKING = """
 import os, signal, sys
 from qflow_client.sqlalchemy import OutboxRelay
