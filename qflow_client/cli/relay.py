@@ -242,6 +242,7 @@ def failed(
     database = _checked(database)
     with _connection(database) as connection:
         rows = outbox.failed(connection, limit=limit)
+        more = outbox.status(connection).failed - limit if len(rows) == limit else 0
     shown = Table("id", "exchange", "routing key", "ordering key", "reply", box=None)
     for row in rows:
         message = row.message
@@ -253,6 +254,8 @@ def failed(
             shown.add_row(str(row.id), *(Text(printable(each)) for each in (*to, row.ordering_key or "", row.reply)))
     if rows and not as_json:
         table_console().print(shown)
+        if more > 0:
+            print(f"and {text.count(more, 'more message')}")
 
 
 @relay.command()

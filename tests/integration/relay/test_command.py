@@ -122,7 +122,11 @@ def test_E14_the_commands_relay_status_relay_failed_and_relay_retry_work(
     status = json.loads(capsys.readouterr().out)
     assert (status["depth"], status["failed"], status["relayed"], status["rate"]) == (2, 2, 0, 0)
     assert main(["relay", "failed"]) == 0
-    assert "312 NO_ROUTE" in capsys.readouterr().out
+    found = capsys.readouterr().out
+    assert "312 NO_ROUTE" in found
+    assert "more" not in found
+    assert main(["relay", "failed", "-n", "1"]) == 0
+    assert capsys.readouterr().out.endswith("\nand 1 more message\n")
     assert main(["relay", "failed", "--json", "-n", "1"]) == 0
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert (row["id"], row["routing_key"], row["ordering_key"]) == (1, "q", "k")
