@@ -24,6 +24,7 @@ from qflow_client.sqlalchemy import postgresql as of_postgresql
 from qflow_client.sqlalchemy import sqlite as of_sqlite
 from qflow_client.sqlalchemy.sessions import Session
 from qflow_client.sqlalchemy.tables import PARTITIONS
+from qflow_client.testing.proxy import FaultProxy
 from tests.integration.producer.tools import unused_port
 
 from .support import FAST, add, bodies, depth, engine_of_each_database, eventually, marks, permit, permitted
@@ -331,6 +332,21 @@ def test_E14_two_outboxes_of_one_database_each_have_a_working_relay(engine: Engi
         with engine.begin() as connection:
             assert first.status(connection).relays == second.status(connection).relays == 1
     first.metadata.drop_all(engine)
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_E14_a_row_that_costs_each_connection_does_not_stop_the_other_rows(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    add(engine, outbox, b"1", b"x" * 100_000, b"2", b"3", key="k")
+    with FaultProxy(broker.url) as proxy:
+        proxy.cut_after(size=50_000, direction="to_broker")
+        with OutboxRelay(engine, proxy.url, outbox=outbox, reconnect_delay_max=0.3) as relay:
+            eventually(lambda: set(bodies(broker)) == {b"1", b"2", b"3"})
+            eventually(lambda: "row 2 was not confirmed" in str(relay.error))
+            eventually(lambda: depth(engine, outbox) == 1)
+    # The search takes about twelve times this delay. After half of the lease, the relay would start again.
+    assert OutboxRelay(engine, lease=40.0)._settings.reconnect_delay_max == 1.0
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
