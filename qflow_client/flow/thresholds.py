@@ -10,7 +10,15 @@ from typing import Protocol
 
 from qflow_client.flow.limiters import Limiter
 
-__all__ = ["Capacity", "StopResume", "ThresholdLimiter", "Thresholds"]
+__all__ = [
+    "Capacity",
+    "StopResume",
+    "ThresholdLimiter",
+    "Thresholds",
+    "check_capacity",
+    "check_order",
+    "check_resume",
+]
 
 
 class Thresholds(Protocol):
@@ -30,6 +38,26 @@ class Thresholds(Protocol):
             count: depth in messages after this message.
             size: depth in body bytes after this message.
         """
+
+
+def check_order(stop_name: str, stop: int, resume_name: str, resume: int) -> None:
+    """Raise `ValueError` if a stop threshold is below its resume threshold."""
+    if stop < resume:
+        raise _refused(stop_name, stop, resume_name, resume, "the stop threshold must not be below the resume")
+
+
+def check_resume(stop_name: str, stop: int, resume_name: str, resume: int) -> None:
+    """Raise `ValueError` if a resume threshold is above its stop threshold, or can never be reached (C2)."""
+    check_order(stop_name, stop, resume_name, resume)
+    if stop > 0 and resume < 1:
+        why = "the resume threshold must be at least 1, or it is never reached"
+        raise _refused(stop_name, stop, resume_name, resume, why)
+
+
+def check_capacity(name: str, capacity: int, resume_name: str, resume: int) -> None:
+    """Raise `ValueError` if a resume capacity is negative or above its capacity."""
+    if not 0 <= resume <= capacity:
+        raise _refused(name, capacity, resume_name, resume, "the resume capacity must be from 0 to the capacity")
 
 
 def _refused(stop_name: str, stop: int, resume_name: str, resume: int, why: str) -> ValueError:
@@ -69,16 +97,7 @@ class StopResume:
             if resume is None:
                 resume = max(1, stop * 7 // 8) if stop else 0
                 object.__setattr__(self, f"resume_{unit}", resume)
-            if stop < resume:
-                raise _refused(stop_name, stop, resume_name, resume, "the stop threshold must not be below the resume")
-            if stop > 0 and resume < 1:
-                raise _refused(
-                    stop_name,
-                    stop,
-                    resume_name,
-                    resume,
-                    "the resume threshold must be at least 1, or it is never reached",
-                )
+            check_resume(stop_name, stop, resume_name, resume)
             if resume < 0:
                 raise ValueError(f"{resume_name}={resume}: it must be at least 0")
 
@@ -106,10 +125,7 @@ class StopResume:
         for name, percent in (("stop_percent", stop_percent), ("resume_percent", resume_percent)):
             if not 0 <= percent <= 100:
                 raise ValueError(f"{name}={percent}: it must be from 0 to 100")
-        if stop_percent < resume_percent:
-            raise _refused(
-                "stop_percent", stop_percent, "resume_percent", resume_percent, "the stop must not be below the resume"
-            )
+        check_order("stop_percent", stop_percent, "resume_percent", resume_percent)
         if not stop_percent:
             return cls()
 
@@ -162,14 +178,7 @@ class Capacity:
         if self.resume is None:
             object.__setattr__(self, "resume", self.capacity)
         assert self.resume is not None
-        if not 0 <= self.resume <= self.capacity:
-            raise _refused(
-                "capacity",
-                self.capacity,
-                "flow_resume_capacity",
-                self.resume,
-                "the resume capacity must be from 0 to the capacity",
-            )
+        check_capacity("capacity", self.capacity, "flow_resume_capacity", self.resume)
 
     @property
     def is_set(self) -> bool:

@@ -22,6 +22,7 @@ from qflow_client.amqp.frames import FRAME_MIN_SIZE
 from qflow_client.broker.core.passwords import check_hash, is_hash
 from qflow_client.broker.core.profiles import DIALECTS, Dialect, OnAlarm, Profile
 from qflow_client.flow import Capacity
+from qflow_client.flow.thresholds import check_order
 from qflow_client.flowlog import FlowLog
 from qflow_client.redaction import shown
 
@@ -252,12 +253,12 @@ class Settings:
             raise TypeError(f"loopback_users must be names of users, not {shown(names)}")
         object.__setattr__(self, "loopback_users", frozenset(names))
         object.__setattr__(self, "users", MappingProxyType(dict(self.users)))
-        stop, resume = self.default_flow_stop_threshold, self.default_flow_resume_threshold
-        if stop < resume:
-            raise ValueError(
-                f"default_flow_stop_threshold={stop} and default_flow_resume_threshold={resume}: the stop must not be "
-                "below the resume"
-            )
+        check_order(
+            "default_flow_stop_threshold",
+            self.default_flow_stop_threshold,
+            "default_flow_resume_threshold",
+            self.default_flow_resume_threshold,
+        )
         Capacity(self.capacity, self.flow_resume_capacity)
 
     def __reduce__(self) -> tuple[Any, ...]:

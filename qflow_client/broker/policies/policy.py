@@ -25,6 +25,7 @@ from qflow_client.broker.core.limits import Inheritance
 from qflow_client.broker.core.settings import Enforcement
 from qflow_client.broker.policies.patterns import compile_pattern
 from qflow_client.flow import StopResume
+from qflow_client.flow.thresholds import check_capacity, check_resume
 from qflow_client.redaction import shown
 
 __all__ = ["ApplyTo", "Policies", "Policy", "PolicyDefinition", "QueuePolicy", "choose"]
@@ -268,14 +269,15 @@ def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str
             raise TypeError(f"{named('conflate_key')}: it must be the name of a header")
         if found.get("policy") is not QueuePolicy.CONFLATE:
             raise ValueError(f"{named('conflate_key')} without {names.get('policy', 'policy')}=conflate")
-    for stop, resume in _GROUPS[:2]:
-        _check_pair(found, named, stop, names.get(stop, stop), resume)
-    capacity, resume_capacity = (cast(int | None, found.get(name)) for name in _GROUPS[2])
-    if capacity is not None and resume_capacity is not None and resume_capacity > capacity:
-        raise ValueError(
-            f"{named('capacity')} and {named('flow_resume_capacity')}: the resume capacity must not be above "
-            "the capacity"
-        )
+    for stop_name, resume_name in _GROUPS[:3]:
+        if resume_name not in found:
+            continue
+        stop_title, resume_title = names.get(stop_name, stop_name), names.get(resume_name, resume_name)
+        if stop_name in found:
+            check = check_capacity if stop_name == "capacity" else check_resume
+            check(stop_title, cast(int, found[stop_name]), resume_title, cast(int, found[resume_name]))
+        elif stop_name != "capacity":
+            raise ValueError(f"{named(resume_name)} without {stop_title}: set {stop_title} too")
     for unit in ("count", "size"):
         stop_value, maximum = (cast(int, found.get(name, 0)) for name in (f"flow_stop_{unit}", f"max_{unit}"))
         # With `flow_to_disk` the maximum limits only bodies in memory, so a stop threshold may be above the maximum.
@@ -314,22 +316,6 @@ def _check_then(found: Mapping[str, object], named: Callable[[str], str]) -> Non
             raise ValueError(f"{named('then')} has no effect without max_flow_wait: set max_flow_wait, or remove then")
         if found["then"] not in _THEN:
             raise ValueError(f"{named('then')}: it must be one of {', '.join(each.value for each in _THEN)}")
-
-
-def _check_pair(
-    found: Mapping[str, object], named: Callable[[str], str], stop_name: str, stop_named: str, resume_name: str
-) -> None:
-    if resume_name not in found:
-        return
-    if stop_name not in found:
-        raise ValueError(f"{named(resume_name)} without {stop_named}: set {stop_named} too")
-    stop, resume = cast(int, found[stop_name]), cast(int, found[resume_name])
-    if stop < resume:
-        raise ValueError(f"{named(stop_name)} and {named(resume_name)}: the stop must not be below the resume")
-    if stop > 0 and resume < 1:
-        raise ValueError(
-            f"{named(stop_name)} and {named(resume_name)}: the resume must be at least 1, or it is never reached"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,7 @@ def test_every_setting_of_the_broker_has_an_option_and_a_key_in_the_configuratio
         ("[users]\nproducer = ''", "users: the password of user 'producer' is blank; set one"),
         (
             "default_flow_stop_threshold = 60",
-            "default_flow_stop_threshold=60 and default_flow_resume_threshold=70: the stop must not be below",
+            "default_flow_stop_threshold=60 and default_flow_resume_threshold=70: the stop threshold must not be below",
         ),
         ("http_port = 0\nhttp_host = '0.0.0.0'", "http_host='0.0.0.0' is not a loopback address: set an http_token"),
         ("capacity = 5\nflow_resume_capacity = 6", "capacity=5 and flow_resume_capacity=6"),

@@ -41,7 +41,7 @@ def test_D4_J6_raising_the_thresholds_of_a_queue_unflows_its_publishers(world, s
     client.publish(times=3)
     assert flows(client) == [False]
     if told is None:
-        with pytest.raises(ValueError, match="stop must not be below"):
+        with pytest.raises(ValueError, match="stop threshold must not be below"):
             set_policy(world, flow_stop_count=stop, flow_resume_count=resume)
         return
     set_policy(world, flow_stop_count=stop, flow_resume_count=resume)
