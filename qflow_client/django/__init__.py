@@ -22,7 +22,6 @@ outbox = Outbox()
 #: The inbox, whose table a migration creates.
 inbox = Inbox()
 
-_COLUMNS = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body")
 # Maximum number of rows in one statement. SQLite accepts 32,766 values; versions before 3.32 accept only 999.
 _ROWS = 100
 
@@ -73,12 +72,13 @@ def add_many(
     made = [outbox.encode(message, exchange, routing_key, ordering_key) for message in messages]
     connection = connections[using]
     table = connection.ops.quote_name(outbox.tables.rows.name)
+    columns = outbox.tables.message_columns
     with transaction.atomic(using, savepoint=False), connection.cursor() as cursor:
         for begin in range(0, len(made), _ROWS):
             rows = [values for values, _ in made[begin : begin + _ROWS]]
-            places = ", ".join([f"({', '.join(['%s'] * len(_COLUMNS))})"] * len(rows))
-            statement = f"INSERT INTO {table} ({', '.join(_COLUMNS)}) VALUES {places}"
-            given: list[Any] = [values[name] for values in rows for name in _COLUMNS]
+            places = ", ".join([f"({', '.join(['%s'] * len(columns))})"] * len(rows))
+            statement = f"INSERT INTO {table} ({', '.join(columns)}) VALUES {places}"
+            given: list[Any] = [values[name] for values in rows for name in columns]
             if connection.vendor == "postgresql":
                 # Notify the relays, as `Outbox.add` does.
                 statement += " RETURNING pg_notify(%s, '')"

@@ -300,7 +300,7 @@ class Outbox:
         failed = self.tables.failed
         if ids is None:
             ids = connection.execute(select(failed.c.id)).scalars().all()
-        names = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body")
+        names = self.tables.message_columns
         query = select(*(failed.c[name] for name in (*names, "id"))).order_by(failed.c.id).with_for_update()
         statement = self._insert(dialect_of(connection, self.tables.rows))
         count = 0

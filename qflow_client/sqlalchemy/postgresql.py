@@ -301,14 +301,14 @@ class PostgresqlSession:
 
     def set_aside(self, rows: Sequence[Aside]) -> None:
         """Move rows to the table of failed rows, each with its reason."""
+        columns = ", ".join((*self._tables.message_columns, "created_at"))
         statement = text(
             f"WITH gone AS (DELETE FROM {self._rows} WHERE id = :id RETURNING *)"
-            f" INSERT INTO {self._failed}"
-            " (id, partition, ordering_key, exchange, routing_key, properties, body, created_at, reply)"
+            f" INSERT INTO {self._failed} (id, {columns}, reply)"
             # If the sequence of ids was reset, the table of failed rows may already have the id.
             f" SELECT CASE WHEN EXISTS (SELECT FROM {self._failed} WHERE id = :id)"
             f" THEN (SELECT max(id) + 1 FROM {self._failed}) ELSE id END,"
-            " partition, ordering_key, exchange, routing_key, properties, body, created_at, :reply FROM gone"
+            f" {columns}, :reply FROM gone"
         )
         for number, reply in rows:
             self._connection.execute(statement, {"id": number, "reply": reply})

@@ -223,7 +223,7 @@ class SqliteSession:
 
     def set_aside(self, rows: Sequence[Aside]) -> None:
         table, failed = self._tables.rows, self._tables.failed
-        names = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body", "created_at")
+        names = (*self._tables.message_columns, "created_at")
         with self._connection.begin():
             for number, reply in rows:
                 given = case(

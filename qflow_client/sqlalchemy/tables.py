@@ -101,6 +101,8 @@ class Tables:
                 Column("body", LargeBinary, nullable=False),
             )
 
+        #: The names of the columns that describe a message. The tables of waiting and of failed messages have them.
+        self.message_columns = tuple(column.name for column in message())
         self.rows = Table(
             name,
             metadata,
