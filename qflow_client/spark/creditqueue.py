@@ -25,8 +25,9 @@ from qflow_client import connect
 from qflow_client.errors import ConnectionFailed
 from qflow_client.events import HoldKind
 from qflow_client.settings import ProducerSettings
-from qflow_client.skin import GOOD_BYE, none_of
+from qflow_client.skin import GOOD_BYE
 from qflow_client.spark.credits import Credit, CreditError, Purse, issue, number_of_credits
+from qflow_client.spark.intake import connect_first
 from qflow_client.sync import Producer
 
 __all__ = ["CreditLine", "prepare"]
@@ -53,17 +54,12 @@ _SOURCE = "credits"
 
 def _connect(settings: ProducerSettings, *, blocked: float | None = None) -> pika.BlockingConnection:
     """Connect to a broker. If the broker blocks the connection for `blocked` seconds, pika closes the connection."""
-    errors = []
-    for url in settings.urls:
-        parameters = pika.URLParameters(url)
+
+    def opened(parameters: pika.URLParameters) -> pika.BlockingConnection:
         parameters.blocked_connection_timeout = blocked
-        try:
-            return connect(
-                parameters, timeout=settings.connect_timeout, client_properties={"connection_name": settings.name}
-            )
-        except ConnectionFailed as error:
-            errors.append(error)
-    raise none_of(errors)
+        return connect(parameters, client_properties={"connection_name": settings.name})
+
+    return connect_first(settings.urls, settings.connect_timeout, opened)
 
 
 def _count(connection: pika.BlockingConnection, queue: str) -> tuple[int, int] | None:

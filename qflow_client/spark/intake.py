@@ -16,7 +16,7 @@ import pika.exceptions
 from pika.adapters.blocking_connection import BlockingChannel
 
 from qflow_client.errors import ConnectionFailed
-from qflow_client.redaction import hide_password
+from qflow_client.skin import connection_failed, none_of
 from qflow_client.spark.deliveries import MOST_BYTES, MOST_ROWS, Row, batch_of, row_of
 from qflow_client.spark.spool import Piece, Spool, read_piece
 from qflow_client.sync.link import url_parameters
@@ -50,9 +50,11 @@ def connect_first(
         parameters.socket_timeout = parameters.stack_timeout = timeout
         try:
             return opening(parameters)
+        except ConnectionFailed as error:
+            errors.append(error)
         except (pika.exceptions.AMQPError, OSError) as error:
-            errors.append(f"{hide_password(url)}: {error!r}")
-    raise ConnectionFailed("; ".join(errors))
+            errors.append(connection_failed(url, repr(error)))
+    raise none_of(errors)
 
 
 def connect(urls: Sequence[str], timeout: float) -> pika.BlockingConnection:

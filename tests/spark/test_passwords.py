@@ -7,7 +7,8 @@ import traceback
 
 import pytest
 
-from qflow_client import ConnectionFailed, SettingsError
+from qflow_client import ConnectionFailed, ProducerSettings, SettingsError
+from qflow_client.spark.creditqueue import prepare
 from qflow_client.spark.intake import connect
 from qflow_client.spark.offset_source import OffsetOptions
 from qflow_client.spark.options import SinkOptions
@@ -44,6 +45,7 @@ def test_E8_the_repr_of_options_contains_no_password() -> None:
 
 @pytest.mark.parametrize("url", [URL, BAD[3], BAD[4]])
 def test_E8_the_error_for_an_unreachable_broker_contains_no_password(url: str) -> None:
-    with pytest.raises((ConnectionFailed, SettingsError)) as caught:
-        connect([url], 5)
-    assert not SECRET.search("".join(traceback.format_exception(caught.value)))
+    for connecting in (lambda: connect([url], 5), lambda: prepare(ProducerSettings(url=url), "credits")):
+        with pytest.raises((ConnectionFailed, SettingsError)) as caught:
+            connecting()
+        assert not SECRET.search("".join(traceback.format_exception(caught.value)))
