@@ -8,8 +8,8 @@ noted changes in one transaction. A producer uses an outbox as follows:
    disk, together with all messages that other threads have put meanwhile. For a call on an event loop, or with a short
    deadline, another thread calls `Outbox.commit` instead, once for many messages.
 3. `Outbox.settle` records settled messages, in any order. The next `Outbox.commit` deletes them. If the process dies
-   before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``). 4. Most
-   messages may be written to the broker as soon as they are put. A message with a position waits (see 6). A *held*
+   before that commit, the next producer sends them again with a mark (the header ``x-qflow-republished``).
+4. Most messages may be written to the broker as soon as they are put. A message with a position waits (see 6). A *held*
    message waits too: it could not be sent at once, so it was put with ``permit=False``. The producer reads held
    messages with `Outbox.read`, permits them with `Outbox.permit` and `Outbox.commit`, and then sends them. So after a
    crash, the file shows which messages may have been written. Only these messages may be second copies.
