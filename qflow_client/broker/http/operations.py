@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
@@ -58,7 +58,6 @@ from qflow_client.broker.policies.definitions import (
     Exported,
     QueueDefinition,
 )
-from qflow_client.broker.policies.marks import MARKS
 from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 from qflow_client.broker.policies.rates import RateLimit, RateScope
 
@@ -295,8 +294,7 @@ def set_thresholds(broker: Broker, name: QueueName, body: ThresholdsRequest) -> 
     except ChannelException as error:
         if error.code != ReplyCode.PRECONDITION_FAILED:
             raise
-        wrong = [to_camel(mark) for mark in MARKS if mark in marks and re.search(rf"\b{mark}=", error.text)]
-        raise Problem(400, error.text, [(field, error.text) for field in wrong]) from error
+        raise Problem(400, error.text, [(field, error.text) for field in _named_in(error.text, marks)]) from error
 
 
 # Policies.
@@ -325,8 +323,7 @@ async def set_policy(
             pass
     except (TypeError, ValueError) as error:
         text = str(error)
-        wrong = [f"definition.{to_camel(field)}" for field in definition if re.search(rf"\b{field}=", text)]
-        wrong += [to_camel(field) for field in told if re.search(rf"\b{field}=", text)]
+        wrong = [f"definition.{field}" for field in _named_in(text, definition)] + _named_in(text, told)
         raise Problem(400, text, [(field, text) for field in wrong or ["definition"]]) from error
     return 200 if exists else 201, _policy(policy)
 
@@ -357,7 +354,7 @@ def set_rate_limit(broker: Broker, scope: Scope, name: Limited, body: RateLimitR
         limit = RateLimit(RateScope(scope), name, body.messages, body.bytes, body.burst)
     except ValueError as error:
         text = str(error)
-        wrong = [field for field in RateLimitRequest.model_fields if re.search(rf"\b{field}=", text)]
+        wrong = _named_in(text, RateLimitRequest.model_fields)
         raise Problem(400, text, [(field, text) for field in wrong or ["messages", "bytes"]]) from error
     exists = any((each.apply_to, each.name) == (scope, name) for each in broker.rate_limits)
     broker.set_rate_limit(limit)
@@ -499,6 +496,11 @@ async def _found(what: str, name: str, all_there_are: AsyncIterator[_Named]) -> 
         if each.name == name:
             return each
     raise Problem(404, f"there is no {what} {name!r}; GET /api/{what}s lists all")
+
+
+def _named_in(text: str, names: Iterable[str]) -> list[str]:
+    """Return those fields whose names and values are in the text of an error, with their names in JSON."""
+    return [to_camel(name) for name in names if re.search(rf"\b{name}=", text)]
 
 
 def _rate_limit(limit: RateLimit) -> dict[str, Any]:
