@@ -24,8 +24,8 @@ from qflow_client.broker.policies.definitions import (
     export_definitions,
 )
 from qflow_client.broker.policies.discipline import Discipline
-from qflow_client.broker.policies.marks import MARKS, steered
-from qflow_client.broker.policies.policy import Policy
+from qflow_client.broker.policies.marks import steered
+from qflow_client.broker.policies.policy import MARKS, Policy
 from qflow_client.broker.policies.rates import RateLimit, Rates, RateScope
 from qflow_client.broker.policies.recording import FlowRecorder
 from qflow_client.broker.policies.rules import PolicyRules, rule_of

@@ -17,7 +17,7 @@ from itertools import chain
 from qflow_client.broker.broker import Broker
 from qflow_client.broker.core.snapshots import MemorySnapshot, QueueSnapshot
 from qflow_client.broker.http.turns import Turns
-from qflow_client.broker.policies.marks import MARKS
+from qflow_client.broker.policies.policy import MARKS
 
 __all__ = ["OPEN_METRICS", "PROMETHEUS", "metrics_text"]
 

@@ -6,18 +6,10 @@ from collections.abc import Mapping
 
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.queue import Queue
-from qflow_client.broker.policies.policy import PolicyDefinition
+from qflow_client.broker.policies.policy import PAIRS, PolicyDefinition
 from qflow_client.broker.policies.rules import rule_of
 
-__all__ = ["MARKS", "steered"]
-
-_PAIRS = (
-    ("flow_stop_count", "flow_resume_count"),
-    ("flow_stop_size", "flow_resume_size"),
-    ("capacity", "flow_resume_capacity"),
-)
-#: Names of the marks.
-MARKS = tuple(name for pair in _PAIRS for name in pair)
+__all__ = ["steered"]
 
 
 def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
@@ -41,7 +33,7 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
         "capacity": capacity.capacity,
         "flow_resume_capacity": capacity.resume,
     }
-    for stop, resume in _PAIRS:
+    for stop, resume in PAIRS:
         # If the stop mark is 0, leave out the resume mark, which would be refused because it is above the stop mark.
         if not asked[stop] or marks.get(stop) == 0:
             asked[resume] = None
@@ -51,7 +43,7 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
         # Skip RabbitMQ's maximum, because it counts only ready messages. Marks count unacked messages too.
         if maximum is not None and maximum is not rule_of(queue).own.overflow:
             PolicyDefinition.from_mapping({**asked, "max_count": maximum.max_count, "max_size": maximum.max_size})
-        touched = {name for pair in _PAIRS for name in pair if any(each in marks for each in pair)}
+        touched = {name for pair in PAIRS for name in pair if any(each in marks for each in pair)}
         now = PolicyDefinition.from_mapping({name: asked[name] for name in touched})
     except (TypeError, ValueError) as error:
         raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}': {error}") from None

@@ -28,7 +28,7 @@ from qflow_client.flow import StopResume
 from qflow_client.flow.thresholds import check_capacity, check_resume
 from qflow_client.redaction import shown
 
-__all__ = ["ApplyTo", "Policies", "Policy", "PolicyDefinition", "QueuePolicy", "choose"]
+__all__ = ["MARKS", "PAIRS", "ApplyTo", "Policies", "Policy", "PolicyDefinition", "QueuePolicy", "choose"]
 
 _Choice = TypeVar("_Choice", bound=Enum)
 
@@ -77,11 +77,17 @@ class ApplyTo(StrEnum):
 
 #: The allowed values of `then`: the policies for a queue that has been ON for longer than `max_flow_wait`.
 _THEN = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.WAIT)
-#: Groups of fields. A queue takes all fields of a group from the same source.
-_GROUPS = (
+#: Pairs of fields: a stop threshold or the capacity, and its resume threshold or resume capacity.
+PAIRS = (
     ("flow_stop_count", "flow_resume_count"),
     ("flow_stop_size", "flow_resume_size"),
     ("capacity", "flow_resume_capacity"),
+)
+#: Names of the marks: the thresholds and capacities that operators can change at run time (D4).
+MARKS = tuple(name for pair in PAIRS for name in pair)
+#: Groups of fields. A queue takes all fields of a group from the same source.
+_GROUPS = (
+    *PAIRS,
     ("max_count",),
     ("max_size",),
     ("policy", "conflate_key"),
@@ -89,7 +95,7 @@ _GROUPS = (
     ("max_flow_wait", "then"),
     ("drop_transient",),
 )
-_NUMBERS = (*_GROUPS[0], *_GROUPS[1], *_GROUPS[2], *_GROUPS[3], *_GROUPS[4])
+_NUMBERS = (*MARKS, "max_count", "max_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +189,7 @@ class PolicyDefinition:
             # The value 0 means no limit, so every other value is stricter.
             found = [value for each in definitions if (value := getattr(each, name)) is not None]
             values[name] = min((value for value in found if value), default=0 if found else None)
-        for stop, resume in _GROUPS[:3]:
+        for stop, resume in PAIRS:
             resumes = [each.resume_of(stop, resume) for each in definitions if getattr(each, stop)]
             values[resume] = min(resumes, default=None)
         ranks = list(QueuePolicy)
@@ -233,7 +239,7 @@ def _fitting(values: dict[str, Any]) -> PolicyDefinition:
         stop, maximum = values[f"flow_stop_{unit}"], values[f"max_{unit}"]
         if stop and maximum and values["policy"] is not QueuePolicy.FLOW_TO_DISK:
             values[f"flow_stop_{unit}"] = min(stop, maximum)
-    for stop_name, resume_name in _GROUPS[:3]:
+    for stop_name, resume_name in PAIRS:
         stop, resume = values[stop_name], values[resume_name]
         if resume is not None and stop is not None:
             values[resume_name] = min(stop, resume)
@@ -269,7 +275,7 @@ def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str
             raise TypeError(f"{named('conflate_key')}: it must be the name of a header")
         if found.get("policy") is not QueuePolicy.CONFLATE:
             raise ValueError(f"{named('conflate_key')} without {names.get('policy', 'policy')}=conflate")
-    for stop_name, resume_name in _GROUPS[:3]:
+    for stop_name, resume_name in PAIRS:
         if resume_name not in found:
             continue
         stop_title, resume_title = names.get(stop_name, stop_name), names.get(resume_name, resume_name)
