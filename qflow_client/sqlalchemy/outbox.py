@@ -19,7 +19,8 @@ from sqlalchemy.orm import Session
 
 from qflow_client.amqp.fields import encode_short_string
 from qflow_client.amqp.frames import FrameError, content_header
-from qflow_client.message import Message, RoutedMessage, as_body, decode_message
+from qflow_client.message import Message, RoutedMessage, decode_message
+from qflow_client.producer import resolve
 from qflow_client.sqlalchemy.backlog import measure
 from qflow_client.sqlalchemy.sqlite import relay_of
 from qflow_client.sqlalchemy.tables import PARTITIONS, Tables, dialect_of, partition_of, refuse_async
@@ -216,10 +217,8 @@ class Outbox:
 
         The arguments and errors are as for `add`.
         """
-        message = given if isinstance(given, Message) else Message(as_body(given))
-        if isinstance(message, RoutedMessage):
-            exchange = message.exchange if exchange is None else exchange
-            routing_key = message.routing_key if routing_key is None else routing_key
+        payload, exchange, routing_key = resolve(given, exchange, routing_key)
+        message = payload if isinstance(payload, Message) else Message(payload)
         if not isinstance(ordering_key, str | None):
             raise TypeError(f"ordering_key must be a str, not {type(ordering_key).__name__}: {ordering_key!r:.60}")
         exchange, routing_key = exchange or "", routing_key or ""
