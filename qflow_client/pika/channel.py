@@ -37,6 +37,11 @@ class _Encoded(local):
 _encoded = _Encoded()
 
 
+def _as_text(name: str | bytes) -> str:
+    """Decode the name of an exchange or a routing key, because pika also accepts ``bytes``."""
+    return name.decode() if isinstance(name, bytes) else name
+
+
 class Channel(pika.channel.Channel):
     """pika's `Channel`. While the channel is blocked (flowed), `basic_publish` raises an error and sends nothing.
 
@@ -113,7 +118,7 @@ class Channel(pika.channel.Channel):
         header = frame.Header(number, size, properties).marshal()
         step = self._max_body
         bodies = [frame.Body(number, body[at : at + step]).marshal() for at in range(0, size, step)]
-        arguments = (method.exchange, method.routing_key, method.mandatory)
+        arguments = (_as_text(method.exchange), _as_text(method.routing_key), method.mandatory)
         if len(self._methods) >= PublishEncoder.MAX_ROUTES:
             self._methods.clear()
         self._methods[arguments] = begin

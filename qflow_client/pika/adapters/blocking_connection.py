@@ -420,6 +420,7 @@ class BlockingChannel(_pika.BlockingChannel):
             # An earlier call may have detected the end of the channel without raising an error.
             self._check_open()
         publish = self._impl.encode(exchange, routing_key, body, properties, mandatory)
+        exchange, routing_key, _ = publish.arguments
         protocol = flow.protocol
         if self._is_pipelined and (protocol.reports.failures or flow.returned):
             self._raise_failures("earlier messages; the message of this call was not sent")

@@ -166,6 +166,13 @@ of_expressions(
     basic_publish__of_nothing=lambda channel: (channel.basic_publish("", "q", b""), get(channel)),
     basic_publish__of_much=lambda channel: (channel.basic_publish("", "q", bytes(range(256)) * 2000), get(channel)),
     basic_publish__of_other_bytes=lambda channel: (channel.basic_publish("", "q", bytearray(b"body")), get(channel)),
+    basic_publish__with_names_as_bytes=lambda channel: (
+        [channel.basic_publish(b"amq.direct", name, b"body", mandatory=True) for name in (b"k", "k")],
+        channel.confirm_delivery(),
+        channel.basic_publish(b"", b"q", b"body"),
+        get(channel),
+        channel.basic_publish(b"", "schl\xfcssel".encode(), b"body", mandatory=True),
+    ),
     basic_publish__to_no_exchange_with_confirms=lambda channel: (
         channel.confirm_delivery(),
         channel.basic_publish("missing", "q", b"body"),
