@@ -40,6 +40,8 @@ _ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
 
 # With this option of Linux, the kernel collects small writes, and sends the data after at most 200 ms.
 _TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)
+# Seconds after which `close` ends the connection if the broker reads, but does not answer.
+_MAX_SILENCE = 60.0
 # In pipelined mode with at least this number of unconfirmed messages, the kernel collects small writes.
 _MANY_UNCONFIRMED = 16
 
@@ -271,7 +273,8 @@ class BlockingConnection(_pika.BlockingConnection):
         """Close the connection like pika. With pipelined confirms, first wait until all messages are settled.
 
         The wait for the confirms is limited to `max_producer_flow_control_wait` seconds. If the broker does not read,
-        the wait for its answer to the close has the same limit, and the connection is then aborted.
+        the wait for its answer to the close has the same limit, and the connection is then aborted. If the broker
+        reads, but does not answer, the limit is at least 60 s.
 
         Raises:
             UnroutableError, NackError, ConfirmTimeout: as for `wait_for_confirms` of a channel. The connection is
@@ -313,9 +316,13 @@ class BlockingConnection(_pika.BlockingConnection):
 
 @contextmanager
 def good_bye(connection: Any) -> Iterator[None]:
-    """After `max_producer_flow_control_wait` seconds in ``with``, abort the connection if the broker reads nothing."""
+    """After `max_producer_flow_control_wait` seconds in ``with``, abort the connection if the broker reads nothing.
+
+    If the broker reads, but is silent, abort the connection after the same time, or after 60 s if that is longer.
+    """
     impl = connection._impl
     wait = ConnectionFlow.of(impl).settings.max_producer_flow_control_wait
+    began = _monotonic()
     timer: Any = None
 
     def give_up() -> None:
@@ -324,12 +331,16 @@ def good_bye(connection: Any) -> Iterator[None]:
         if impl.is_closed:
             # The timer of another call of `close` has already ended the connection.
             return
-        if ConnectionFlow.of(impl).blocked is not None or _Turns(connection).unwritten:
+        waited = _monotonic() - began
+        if ConnectionFlow.of(impl).blocked is not None or _Turns(connection).unwritten or waited >= _MAX_SILENCE:
             impl._terminate_stream(
                 exceptions.ConnectionBlockedTimeout(
-                    f"the broker blocks the connection, or takes no bytes, and has not closed it within {wait:.3g} s"
+                    "the broker blocks the connection, takes no bytes, or is silent, and has not closed it within "
+                    f"{waited:.3g} s"
                 )
             )
+        else:
+            timer = impl.ioloop.call_later(_MAX_SILENCE - waited, give_up)
 
     if wait is not None and not impl.is_closed:
         timer = impl.ioloop.call_later(wait, give_up)
@@ -692,7 +703,7 @@ class BlockingChannel(_pika.BlockingChannel):
 
         Raises:
             UnroutableError, NackError, ConfirmTimeout: as for `wait_for_confirms`. The channel is closed first.
-            ConnectionBlockedTimeout: the broker does not read, so the connection was aborted.
+            ConnectionBlockedTimeout: the broker does not read or does not answer, so the connection was aborted.
         """
         error = self._settle() if self.is_open else None
         with good_bye(self._connection):

@@ -16,6 +16,7 @@ import pytest
 import qflow_client.pika as pika
 from qflow_client import ConfirmTimeout, FlowControlTimeout, FlowEventKind, HoldKind, ProducerFlowed, flow_manager
 from qflow_client.logs import flush_logs
+from qflow_client.pika.adapters import blocking_connection
 from tests.certificates import server_context
 from tests.collecting import collect
 from tests.effort import rounds
@@ -440,6 +441,19 @@ def test_closing_a_connection_whose_socket_accepts_no_bytes_raises_at_the_deadli
         pass
     with takes(0.4), pytest.raises(pika.exceptions.ConnectionBlockedTimeout, match="takes no bytes"):
         connection.close()
+
+
+@pytest.mark.parametrize("closes", ["connection", "channel"])
+def test_closing_ends_even_if_the_broker_is_silent_and_there_are_no_heartbeats(qflow_proxy, monkeypatch, closes):
+    monkeypatch.setattr(blocking_connection, "_MAX_SILENCE", 0.6)
+    connection = pika.BlockingConnection(
+        pika.URLParameters(f"{qflow_proxy.url}?heartbeat=0&max_producer_flow_control_wait=0.1")
+    )
+    channel = connection.channel()
+    qflow_proxy.black_hole()
+    with takes(0.6), pytest.raises(pika.exceptions.ConnectionBlockedTimeout, match="silent"):
+        (connection if closes == "connection" else channel).close()
+    assert connection.is_closed
 
 
 def test_an_exception_leaves_a_with_block_in_time_even_if_the_broker_reads_nothing(broker, connect, proxy):
