@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from qflow_client.events import HoldKind
@@ -63,6 +63,7 @@ _OPERATION = {"messaging.operation.name": "send", "messaging.operation.type": "s
 _DELIVERED = (Outcome.CONFIRMED, Outcome.SENT)
 
 _monotonic = time.monotonic
+_T = TypeVar("_T")
 
 
 def _version() -> str:
@@ -97,8 +98,8 @@ class _Span:
 
     __slots__ = ("fresh", "span")
 
-    def __init__(self, span: Span) -> None:
-        self.span: Span | None = span
+    def __init__(self, span: Span | None) -> None:
+        self.span = span
         # True until the message is passed to `send`. If the message is passed to `send` again, it gets a new span.
         self.fresh = True
 
@@ -211,19 +212,19 @@ class Observer:
             for key in tuple(self._durations):
                 seconds = self._durations.pop(key, None)
                 if seconds is not None:
-                    self._give(partial(self._histogram.record, seconds, self.operation(*key)))
+                    self.give(partial(self._histogram.record, seconds, self.operation(*key)))
         while self._spans:
             try:
                 span, receipt, at, attributes = self._spans.popleft()
             except IndexError:
                 # Another thread has taken the last span.
                 return
-            self._give(partial(_end_span, span, receipt, at, attributes))
+            self.give(partial(_end_span, span, receipt, at, attributes))
 
-    def _give(self, call: Callable[[], object]) -> None:
+    def give(self, call: Callable[[], _T]) -> _T | None:
         """Call the SDK, and log its errors, so that no error reaches the caller of `send` or the connection."""
         try:
-            call()
+            return call()
         except Exception as error:
             log(
                 logging.ERROR,
@@ -231,6 +232,7 @@ class Observer:
                 self.attributes["qflow.producer.name"],
                 error=error,
             )
+            return None
 
 
 def _end_span(span: Span, receipt: Receipt, at: int, attributes: Mapping[str, Any]) -> None:
@@ -242,6 +244,12 @@ def _end_span(span: Span, receipt: Receipt, at: int, attributes: Mapping[str, An
         if outcome is not None and outcome not in _DELIVERED:
             _fail_span(span, outcome.value, receipt.describe())
     span.end(at)
+
+
+def _end_refused(span: Span, error: BaseException) -> None:
+    if span.is_recording():
+        _fail_span(span, type(error).__name__, str(error))
+    span.end()
 
 
 def _fail_span(span: Span, kind: str, words: str) -> None:
@@ -277,6 +285,30 @@ class Tracer:
             The message with its span. The headers contain the span's context, unless they already contained a context.
         """
         headers: Mapping[str, Any] = payload.headers or {} if isinstance(payload, Message) else {}
+        carrier: dict[str, Any] = {}
+        span = self._observer.give(partial(self._start, payload, headers, exchange, routing_key, carrier))
+        message = _with_span(payload, span, {**headers, **carrier})
+        try:
+            yield message
+        except BaseException as error:
+            message.trace.span = None
+            if getattr(error, "message", None) is message:
+                # Let the error contain the application's message, and not the message with the span.
+                error.message = payload  # type: ignore[attr-defined]  # a ProducerFlowed or ProducerClosed
+            if span is not None:
+                self._observer.give(partial(_end_refused, span, error))
+            raise
+        # If the message was spilled, end its span now, because the next call of `record` may come much later.
+        self._observer.record(now=_monotonic())
+
+    def _start(
+        self,
+        payload: bytes | Message,
+        headers: Mapping[str, Any],
+        exchange: str,
+        routing_key: str,
+        carrier: dict[str, Any],
+    ) -> Span:
         observer, trace = self._observer, self._trace
         attributes = observer.attributes | _OPERATION
         attributes["messaging.destination.name"] = destination_name(exchange, routing_key)
@@ -300,26 +332,12 @@ class Tracer:
             attributes=attributes,
             links=links,
         )
-        carrier: dict[str, Any] = {}
         if not created:
             self._propagate.inject(carrier, context=trace.set_span_in_context(span))
-        message = _with_span(payload, span, {**headers, **carrier})
-        try:
-            yield message
-        except BaseException as error:
-            message.trace.span = None
-            if getattr(error, "message", None) is message:
-                # Let the error contain the application's message, and not the message with the span.
-                error.message = payload  # type: ignore[attr-defined]  # a ProducerFlowed or ProducerClosed
-            if span.is_recording():
-                _fail_span(span, type(error).__name__, str(error))
-            span.end()
-            raise
-        # If the message was spilled, end its span now, because the next call of `record` may come much later.
-        observer.record(now=_monotonic())
+        return span
 
 
-def _with_span(payload: bytes | Message, span: Span, headers: Mapping[str, Any]) -> _Traced:
+def _with_span(payload: bytes | Message, span: Span | None, headers: Mapping[str, Any]) -> _Traced:
     if isinstance(payload, Message):
         values = {name: getattr(payload, name) for name in Message.__dataclass_fields__}
     else:

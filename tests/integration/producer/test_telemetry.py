@@ -378,6 +378,38 @@ def test_a_sender_gets_its_receipt_even_if_a_telemetry_exporter_raises(
     assert len(receipts) == producer.stored == 3
 
 
+@pytest.mark.parametrize("method", ["on_start", "on_end"])
+def test_a_sender_gets_its_receipt_or_its_error_even_if_a_span_processor_raises(
+    monkeypatch: pytest.MonkeyPatch, broker: Broker, make_producer: Callable[..., Producer], method: str
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise OSError("the collector is gone")
+
+    processor, provider = SpanProcessor(), TracerProvider()
+    monkeypatch.setattr(processor, method, fail)
+    provider.add_span_processor(processor)
+    monkeypatch.setattr(trace, "get_tracer", lambda *args, **more: provider.get_tracer(*args, **more))
+    producer = make_producer(tracing=True)
+    message = Message(b"x", headers={"mine": 1})
+    producer.send(message).result(20)
+    producer.pause()
+    with pytest.raises(FlowControlTimeout) as refused:
+        producer.send(message, timeout=0.01)
+    assert refused.value.message is message
+    assert [each["mine"] for each in headers(broker)] == [1]
+
+
+def test_a_message_is_sent_even_if_a_propagator_raises(
+    monkeypatch: pytest.MonkeyPatch, broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
+    def fail(*_arguments: object, **_keywords: object) -> None:
+        raise OSError("no context")
+
+    monkeypatch.setattr(propagate, "inject", fail)
+    make_producer(tracing=True).send(Message(b"x", headers={"mine": 1})).result(20)
+    assert headers(broker) == [{"mine": 1}]
+
+
 PARENT = trace.NonRecordingSpan(trace.SpanContext(7, 8, False, trace.TraceFlags(1)))
 
 
