@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pika.adapters.blocking_connection as _pika
 from pika import exceptions, spec
@@ -42,8 +45,25 @@ _ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
 _TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)
 # Seconds after which `close` ends the connection if the broker reads, but does not answer.
 _MAX_SILENCE = 60.0
+# Maximum seconds that the process waits at its end for pipelined confirms.
+_AT_EXIT = 1.0
 # In pipelined mode with at least this number of unconfirmed messages, the kernel collects small writes.
 _MANY_UNCONFIRMED = 16
+
+
+# The channels with pipelined confirms. The keys are their ids.
+_pipelined: WeakValueDictionary[int, BlockingChannel] = WeakValueDictionary()
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Wait for pipelined confirms when the process ends, and log the messages that may be lost."""
+    end = _monotonic() + _AT_EXIT
+    # Daemon threads still run, and may make channels meanwhile.
+    for reference in _pipelined.valuerefs():
+        channel = reference()
+        if channel is not None:
+            channel._settle_at_exit(end)
 
 
 class _Services(SelectorIOServicesAdapter):
@@ -393,6 +413,8 @@ class BlockingChannel(_pika.BlockingChannel):
     _OnMessageConfirmationReportArgs: Any
     _add_pending_event: Any
     _puback_return: ReturnedMessage | None
+    # Whether `basic_publish` returns before its message is confirmed. If so, later calls report failed messages.
+    _is_pipelined = False
 
     def __init__(self, channel_impl: Any, connection: Any) -> None:
         super().__init__(channel_impl, connection)
@@ -404,8 +426,6 @@ class BlockingChannel(_pika.BlockingChannel):
         self._flow = flow
         self._turns: _Turns = getattr(self._connection, "_turns", None) or _Turns(self._connection)
         self._message_confirmation_result = _Unused(self._OnMessageConfirmationReportArgs)
-        # Whether `basic_publish` returns before its message is confirmed. If so, later calls report failed messages.
-        self._is_pipelined = False
 
     def basic_publish(
         self,
@@ -597,6 +617,9 @@ class BlockingChannel(_pika.BlockingChannel):
             self._check_republish(republish, pipelined)
         super().confirm_delivery()
         self._is_pipelined = self._flow.keeps_unconfirmed = pipelined
+        if pipelined:
+            self._user = threading.current_thread()
+            _pipelined[id(self)] = self
         if republish is not None:
             self._flow.take_over(republish._flow)
 
@@ -685,6 +708,29 @@ class BlockingChannel(_pika.BlockingChannel):
         except (ConfirmTimeout, exceptions.NackError, exceptions.UnroutableError) as error:
             return error
         return None
+
+    def _settle_at_exit(self, end: float) -> None:
+        """Wait until `end` for the confirms of this thread. Log the messages of any thread that may be lost."""
+        # If the channel is closed, the program knows the reason, unless no call has raised it.
+        if not self._is_pipelined or not (self.is_open or (self._flow.unraised and self.unconfirmed)):
+            return
+        unsettled = self._flow.protocol.unsettled
+        why: object = None
+        if self._user.is_alive() and self._user is not threading.current_thread():
+            # Two threads cannot use one connection.
+            why = f"another thread uses the channel, and {unsettled} messages are not confirmed" if unsettled else None
+        else:
+            try:
+                why = self._settle(end)
+            except Exception as error:
+                why = error
+        if why is not None:
+            log(logging.WARNING, "%s: messages may be lost at the end of the process: %s", self._flow.name, why)
+
+    def __del__(self) -> None:
+        if self._is_pipelined and self.is_open and (unsettled := self._flow.protocol.unsettled):
+            text = "%s: %d messages may be lost, because the channel was not closed"
+            log(logging.WARNING, text, self._flow.name, unsettled)
 
     def _forsake(self, value: object) -> None:
         """After an exception, log the number of unconfirmed messages. `close` then does not wait for their confirms."""

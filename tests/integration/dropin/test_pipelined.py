@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -9,9 +12,21 @@ import pytest
 import qflow_client.pika as pika
 from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
 from qflow_client.logs import flush_logs
-from tests.integration.producer.tools import PATIENCE, bodies, ends_within, takes
+from qflow_client.pika.adapters.blocking_connection import _at_exit
+from tests.collecting import collect
+from tests.integration.producer.tools import PATIENCE, bodies, ends_within, logged, start, takes
 
 from .tools import pump, start_waiting
+
+_PROGRAM = """if True:
+    import sys
+    import qflow_client.pika as pika
+    channel = pika.BlockingConnection(pika.URLParameters(sys.argv[1])).channel()
+    channel.confirm_delivery(pipelined=True)
+    for _ in range(int(sys.argv[2])):
+        channel.basic_publish("", "q", b"x" * 300)
+    input()
+"""
 
 
 @pytest.fixture
@@ -207,3 +222,69 @@ def test_the_error_for_a_returned_message_is_raised_only_once(channel):
         channel.basic_publish("", "q", b"")
     channel.basic_publish("", "q", b"")
     channel.wait_for_confirms()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "text"),
+    [
+        ("withhold_confirms", "1 messages are not confirmed"),
+        ("nack_publishes", "1 message(s) NACKed"),
+        ("close_connections", "closed by the operator"),
+    ],
+)
+def test_at_the_end_of_the_process_lost_messages_are_logged(broker, trouble, text):
+    if trouble == "nack_publishes":
+        broker.nack_publishes()
+    else:
+        broker.withhold_confirms()
+    command = [sys.executable, "-c", _PROGRAM, broker.url, "1"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    broker.wait_until(lambda broker: any(channel.published for channel in broker.channels()))
+    if trouble == "close_connections":
+        broker.close_connections()
+    _, errors = process.communicate("\n", timeout=PATIENCE)
+    assert "messages may be lost at the end of the process" in errors
+    assert text in errors
+
+
+def test_at_the_end_of_the_process_the_confirms_are_awaited(broker):
+    # Without the wait, the answers that the process has not read would end the connection with a reset.
+    command = [sys.executable, "-c", _PROGRAM, broker.url, "3000"]
+    ended = subprocess.run(command, input="\n", capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert ended.stderr == ""
+    assert broker.queue("q").depth == 3000
+
+
+def test_at_the_end_of_the_process_a_channel_that_another_thread_uses_is_not_touched(broker, connect, caplog):
+    connection = connect(max_producer_flow_control_wait=PATIENCE, capacity=1)
+    channel = connection.channel()
+    broker.withhold_confirms()
+
+    def publish() -> None:
+        channel.confirm_delivery(pipelined=True)
+        channel.basic_publish("", "q", b"1")
+        channel.basic_publish("", "q", b"2")
+
+    job = start(publish)
+    broker.wait_until(lambda broker: broker.queue("q").depth == 1)
+    _at_exit()
+    text = "messages may be lost at the end of the process: another thread uses the channel, and 1 messages are not"
+    assert any(text in line for line in logged(caplog))
+    broker.release_confirms()
+    job.result()
+
+
+def test_a_dropped_channel_logs_its_unconfirmed_messages(broker, caplog):
+    channel = pika.BlockingConnection(pika.URLParameters(broker.url)).channel()
+    channel.confirm_delivery(pipelined=True)
+    broker.withhold_confirms()
+    channel.basic_publish("", "q", b"x")
+    # Collect it on this thread, and not on a thread that runs the collector by chance.
+    gc.disable()
+    try:
+        del channel
+        with pytest.warns(ResourceWarning):
+            collect()
+    finally:
+        gc.enable()
+    assert [line for line in logged(caplog) if "1 messages may be lost, because the channel was not closed" in line]
