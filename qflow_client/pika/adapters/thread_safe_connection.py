@@ -8,6 +8,7 @@ the message is written, or gets an error.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from threading import get_ident
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pika.adapters.thread_safe_connection as _pika  # type: ignore[import-untyped]  # the stubs are of pika 1.4
 from pika import exceptions, validators
@@ -37,6 +39,26 @@ _monotonic = time.monotonic
 
 # Seconds between two checks of a waiting thread: whether the IOLoop's thread is alive, and whether to log a notice.
 _LOOK_AGAIN = 0.5
+# Maximum seconds that the process waits at its end for unwritten and unconfirmed messages, and seconds between checks.
+_AT_EXIT, _LOOK_AGAIN_AT_EXIT = 1.0, 0.005
+
+# All channels of the process. The keys are their ids.
+_channels: WeakValueDictionary[int, Channel] = WeakValueDictionary()
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Wait until messages are written and confirmed when the process ends, and log the messages that may be lost."""
+    end = _monotonic() + _AT_EXIT
+    # Other threads still run, and may make channels meanwhile.
+    for reference in _channels.valuerefs():
+        channel = reference()
+        if channel is not None and channel.is_open:
+            while channel.is_open and channel.unfinished and _monotonic() < end:
+                time.sleep(_LOOK_AGAIN_AT_EXIT)
+            if unfinished := channel.unfinished:
+                text = "%s: messages may be lost at the end of the process: at least %d are not confirmed"
+                log(logging.WARNING, text, channel.flow_control.name, unfinished)
 
 
 class _Withdrawable(Publish):
@@ -263,6 +285,13 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
             publishing.wait(connection.limit(self.flow_control.settings))
 
     @property
+    def unfinished(self) -> int:
+        """Return the number of messages that are not written or not confirmed, at least approximately (internal)."""
+        transport = self._channel.connection._transport
+        is_unwritten = self.is_open and transport is not None and transport.get_write_buffer_size() > 0
+        return max(len(self.accepted) + self.flow_control.protocol.unsettled, is_unwritten)
+
+    @property
     def closing_error(self) -> BaseException:
         """Return the error for a channel that is not open (internal)."""
         return self.flow_control.closing_reason or exceptions.ChannelWrongStateError("Channel is closed.")
@@ -330,6 +359,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
         channel: Any = super().channel(timeout)
         channel.__class__ = Channel
         channel.connection, channel.accepted = self, deque()
+        _channels[id(channel)] = channel
         assert isinstance(channel, Channel)
         self.run(lambda: channel._channel.add_on_close_callback(channel._ended))
         return channel

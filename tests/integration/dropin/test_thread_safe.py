@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -334,3 +336,21 @@ def test_a_publish_raises_during_a_stop_but_waits_for_a_rate_limit_if_when_flowe
     for number in range(10):
         limited.basic_publish("", "q", b"%d" % number)
     broker.wait_until(lambda broker: bodies(broker) == [b"%d" % number for number in range(10)])
+
+
+@pytest.mark.parametrize(("withheld", "number"), [(False, 3000), (True, 1)])
+def test_at_the_end_of_the_process_messages_are_confirmed_or_logged(broker: Any, withheld: bool, number: int) -> None:
+    program = """if True:
+        import sys
+        import qflow_client.pika as pika
+        channel = pika.Connection(pika.URLParameters(sys.argv[1])).channel()
+        channel.confirm_delivery(lambda answer: None)
+        for _ in range(int(sys.argv[2])):
+            channel.basic_publish("", "q", b"x" * 300)
+    """
+    if withheld:
+        broker.withhold_confirms()
+    command = [sys.executable, "-c", program, broker.url, str(number)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert ("messages may be lost at the end of the process: at least 1 are" in ended.stderr) is withheld
+    assert broker.queue("q").depth == number
