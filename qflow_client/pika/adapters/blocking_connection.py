@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,15 +15,13 @@ from weakref import WeakValueDictionary
 import pika.adapters.blocking_connection as _pika
 from pika import exceptions, spec
 from pika.adapters.blocking_connection import ReturnedMessage
-from pika.adapters.select_connection import IOLoop
-from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
 
 from qflow_client.core import calls
 from qflow_client.dropin import Flag
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout, ProducerClosed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.logs import log
-from qflow_client.pika.adapters.select_connection import SelectConnection
+from qflow_client.pika.blocking_io import Connection, Turns
 from qflow_client.pika.channel import Channel
 from qflow_client.pika.flow import ChannelFlow, ConnectionFlow, Publish
 from qflow_client.pika.mirror import mirror, passed_on
@@ -36,20 +32,13 @@ from qflow_client.skin import DEFAULT
 __all__ = ["BlockingChannel", "BlockingConnection", "ReturnedMessage"]
 
 _monotonic = time.monotonic
-_POLLOUT = select.POLLOUT
 
-# The broker's answers to a published message.
-_ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
-
-# With this option of Linux, the kernel collects small writes, and sends the data after at most 200 ms.
-_TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)
 # Seconds after which `close` ends the connection if the broker reads, but does not answer.
 _MAX_SILENCE = 60.0
 # Maximum seconds that the process waits at its end for pipelined confirms.
 _AT_EXIT = 1.0
 # In pipelined mode with at least this number of unconfirmed messages, the kernel collects small writes.
 _MANY_UNCONFIRMED = 16
-
 
 # The channels with pipelined confirms. The keys are their ids.
 _pipelined: WeakValueDictionary[int, BlockingChannel] = WeakValueDictionary()
@@ -66,204 +55,6 @@ def _at_exit() -> None:
             channel._settle_at_exit(end)
 
 
-class _Services(SelectorIOServicesAdapter):
-    """pika's I/O services, which also report the state of the socket, and can write immediately."""
-
-    #: Whether pika's output is written to the socket immediately. If False, it is written after the next poll.
-    eager = False
-    # The descriptor of the connected socket; -1 before the connection.
-    _fd = -1
-    # The connected socket, and a poll object for this socket only; ``None`` before the connection.
-    _sock: Any = None
-    _poll: Any = None
-    # Whether the loop waits until the socket accepts bytes.
-    _watches = False
-    # Whether pika has called `remove_writer` since `set_writer` last wrote immediately. If so, all output is written.
-    _is_done = False
-    # pika's function that writes its output when the socket is writable.
-    _writes: Callable[[], None] | None = None
-    #: Called once when pika has written all its output, or when `wake_when_writable` finds the socket writable.
-    on_writable: Callable[[], None] | None = None
-    _is_corked = False
-
-    def create_streaming_connection(
-        self, protocol_factory: Any, sock: Any, on_done: Any, ssl_context: Any = None, server_hostname: Any = None
-    ) -> Any:
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN | select.POLLOUT)
-        self._fd = sock.fileno()
-        self._sock = sock
-        return super().create_streaming_connection(protocol_factory, sock, on_done, ssl_context, server_hostname)
-
-    def set_writer(self, fd: int, on_writable: Callable[[], None]) -> None:
-        if fd == self._fd:
-            self._writes = on_writable
-        if self.eager:
-            self._is_done = False
-            on_writable()
-            if self._is_done:
-                return
-        self._watch(fd, on_writable)
-
-    def _watch(self, fd: int, on_writable: Callable[[], None]) -> None:
-        if fd == self._fd:
-            self._watches = True
-        super().set_writer(fd, on_writable)
-
-    def go_on_writing(self) -> None:
-        """Make the loop wait for a writable socket, if pika requested this and an interrupt has lost the request."""
-        if not self._watches and self._writes is not None:
-            self._watch(self._fd, self._writes)
-
-    def remove_writer(self, fd: int) -> bool:
-        if fd != self._fd:
-            return bool(super().remove_writer(fd))
-        self._is_done = True
-        had = self._watches and bool(super().remove_writer(fd))
-        self._watches = False
-        told, self.on_writable = self.on_writable, None
-        if told is not None:
-            told()
-        return had
-
-    def ready(self) -> int:
-        """Return the state of the socket: a combination of ``POLLIN``, ``POLLOUT`` and the flags for errors."""
-        found: list[tuple[int, int]] = self._poll.poll(0)
-        return found[0][1] if found else 0
-
-    def cork(self, on: bool) -> None:
-        """If `on` is True, let the kernel collect small writes for at most 200 ms. Otherwise, let it send them now."""
-        if on is not self._is_corked:
-            self._is_corked = on
-            # With TLS, `_sock` has no descriptor, because the TLS socket has taken it.
-            if _TCP_CORK is not None and self._sock.fileno() >= 0:
-                with suppress(OSError):
-                    self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_CORK, on)
-
-    def wake_when_writable(self) -> None:
-        """End the loop's next poll when the socket is writable. Call this only while pika has no output."""
-
-        def awake() -> None:
-            self.remove_writer(self._fd)
-
-        self._watch(self._fd, awake)
-
-
-class _Connection(SelectConnection):
-    # Attributes of pika's class.
-    frames_received: int
-    flow_control: ConnectionFlow
-    services: _Services
-
-    @classmethod
-    def create_connection(
-        cls, connection_configs: Any, on_done: Any, custom_ioloop: Any = None, workflow: Any = None
-    ) -> Any:
-        services = _Services(custom_ioloop or IOLoop())  # type: ignore[arg-type]  # it accepts pika's own loop
-        start: Any = cls._start_connection_workflow  # type: ignore[attr-defined]  # private
-
-        def make(parameters: Any) -> _Connection:
-            made = cls(parameters=parameters, custom_ioloop=services, internal_connection_workflow=False)
-            made.services = services
-            return made
-
-        return start(
-            connection_configs=connection_configs,
-            connection_factory=make,
-            nbio=services,
-            workflow=workflow,
-            on_done=on_done,
-        )
-
-    def _process_frame(self, frame_value: Any) -> None:
-        if type(getattr(frame_value, "method", None)) in _ANSWERS:
-            flow = self.flow_control.channels.get(frame_value.channel_number)
-            if flow is not None:
-                # Handle the answer here, because pika's search for callbacks would take longer than this method.
-                self.frames_received += 1
-                flow.on_confirm(frame_value)
-                return
-        super()._process_frame(frame_value)  # type: ignore[misc]  # private
-
-
-# pika's errors show the name of the class, so use pika's name.
-_Connection.__name__ = SelectConnection.__name__
-
-
-class _Turns:
-    """Processes the I/O of a `BlockingConnection`. Unlike pika, it does not wait until all output is written.
-
-    This class calls no callbacks of the application. pika keeps the events for `process_data_events`.
-    """
-
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-        self._impl = connection._impl
-        # The I/O services. If pika's own class has made the connection, the socket is unknown, and this is ``None``.
-        self.services: _Services | None = getattr(self._impl, "services", None)
-
-    @property
-    def unwritten(self) -> int:
-        transport = self._impl._transport
-        return transport.get_write_buffer_size() if transport is not None else 0
-
-    def go_on_writing(self) -> None:
-        if self.services is not None and self.unwritten:
-            self.services.go_on_writing()
-
-    def now(self) -> bool:
-        """Process the I/O that is possible without waiting. Return True if the socket accepts more bytes."""
-        services = self.services
-        loop = self._impl.ioloop
-        if services is None:
-            self.until(0.0)
-            return self.unwritten == 0
-        # The second iteration writes the answers to the received data.
-        for _ in range(2):
-            ready = services.ready()
-            if ready == _POLLOUT and not self.unwritten:
-                loop.process_timeouts()
-                return True
-            self.go_on_writing()
-            # `loop.poll` does not wait here, because the socket is ready.
-            if ready & ~_POLLOUT or (ready and self.unwritten):
-                loop.poll()
-        loop.process_timeouts()
-        return self.unwritten == 0 and services.ready() & _POLLOUT != 0
-
-    def when_writable(self) -> None:
-        """Let the loop lift the hold ``transport`` of all channels of the connection when the socket is writable."""
-        if self.services is not None:
-            self.services.on_writable = self._let_go
-            if not self.unwritten:
-                self.services.wake_when_writable()
-
-    def _let_go(self) -> None:
-        for flow in tuple(ConnectionFlow.of(self._impl).channels.values()):
-            flow.protocol.lift(HoldKind.TRANSPORT, _monotonic())
-            flow.write()
-
-    def until(self, deadline: float) -> None:
-        """Process I/O until an event happens on the connection, or until the deadline."""
-        loop = self._impl.ioloop
-        if self.services is not None:
-            self.services.cork(False)
-            self.go_on_writing()
-        timer = None
-        if deadline < math.inf:
-            timer = loop.call_later(max(0.0, deadline - _monotonic()), _nothing)
-        try:
-            loop.poll()
-            loop.process_timeouts()
-        finally:
-            if timer is not None:
-                loop.remove_timeout(timer)
-
-
-def _nothing() -> None:
-    pass
-
-
 class BlockingConnection(_pika.BlockingConnection):
     """pika's `BlockingConnection`. While a channel is blocked (flowed), its `basic_publish` waits for a limited time.
 
@@ -275,8 +66,8 @@ class BlockingConnection(_pika.BlockingConnection):
     _impl: Any
 
     def __init__(self, parameters: Any = None, _impl_class: Any = None) -> None:
-        super().__init__(parameters, _impl_class or _Connection)  # type: ignore[arg-type]  # it accepts a class
-        self._turns = _Turns(self)
+        super().__init__(parameters, _impl_class or Connection)  # type: ignore[arg-type]  # it accepts a class
+        self._turns = Turns(self)
 
     def _flush_output(self, *waiters: Any) -> None:
         ConnectionFlow.of(self._impl).check_process()
@@ -352,7 +143,7 @@ def good_bye(connection: Any) -> Iterator[None]:
             # The timer of another call of `close` has already ended the connection.
             return
         waited = _monotonic() - began
-        if ConnectionFlow.of(impl).blocked is not None or _Turns(connection).unwritten or waited >= _MAX_SILENCE:
+        if ConnectionFlow.of(impl).blocked is not None or Turns(connection).unwritten or waited >= _MAX_SILENCE:
             impl._terminate_stream(
                 exceptions.ConnectionBlockedTimeout(
                     "the broker blocks the connection, takes no bytes, or is silent, and has not closed it within "
@@ -424,7 +215,7 @@ class BlockingChannel(_pika.BlockingChannel):
         flow: ChannelFlow = self._impl.flow_control
         flow.owner = self
         self._flow = flow
-        self._turns: _Turns = getattr(self._connection, "_turns", None) or _Turns(self._connection)
+        self._turns: Turns = getattr(self._connection, "_turns", None) or Turns(self._connection)
         self._message_confirmation_result = _Unused(self._OnMessageConfirmationReportArgs)
 
     def basic_publish(
