@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, overload
@@ -289,7 +289,7 @@ class Outbox:
             for row in found
         ]
 
-    def retry(self, connection: Connection | Session, ids: Sequence[int] | None = None) -> int:
+    def retry(self, connection: Connection | Session, ids: Iterable[int] | None = None) -> int:
         """Move failed messages to the end of the outbox, in the caller's transaction. Return the number of messages.
 
         Args:
@@ -303,14 +303,17 @@ class Outbox:
         query = select(*(failed.c[name] for name in (*names, "id"))).order_by(failed.c.id).with_for_update()
         statement = self._insert(dialect_of(connection, self.tables.rows))
         count = 0
-        for batch in _batches(sorted(ids)):
-            if found := connection.execute(query.where(failed.c.id.in_(batch))).all():
-                connection.execute(delete(failed).where(failed.c.id.in_([row.id for row in found])))
-                connection.execute(statement, [{name: getattr(row, name) for name in names} for row in found])
-                count += len(found)
+        for batch in _batches(ids):
+            found = connection.execute(query.where(failed.c.id.in_(batch))).all()
+            gone = delete(failed).where(failed.c.id.in_([row.id for row in found])).returning(failed.c.id)
+            # On SQLite, another transaction may have moved rows since the query.
+            mine = set(connection.execute(gone).scalars())
+            if rows := [{name: getattr(row, name) for name in names} for row in found if row.id in mine]:
+                connection.execute(statement, rows)
+                count += len(rows)
         return count
 
-    def forget(self, connection: Connection | Session, ids: Sequence[int]) -> int:
+    def forget(self, connection: Connection | Session, ids: Iterable[int]) -> int:
         """Delete failed messages, in the caller's transaction. Return the number of deleted messages.
 
         Args:
@@ -325,9 +328,10 @@ class Outbox:
         return count
 
 
-def _batches(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+def _batches(ids: Iterable[int]) -> Iterator[list[int]]:
     # Every usual build of SQLite and PostgreSQL accepts this number of values in one statement.
-    return (ids[begin : begin + 500] for begin in range(0, len(ids), 500))
+    ordered = sorted(ids)
+    return (ordered[begin : begin + 500] for begin in range(0, len(ordered), 500))
 
 
 def _message_of(row: Any) -> RoutedMessage | None:

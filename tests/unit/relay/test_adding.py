@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, MetaData, create_engine, delete, insert, literal, select
+from sqlalchemy import Engine, MetaData, create_engine, delete, event, insert, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
@@ -186,8 +187,32 @@ def test_E14_any_number_of_failed_messages_can_be_retried_or_forgotten(engine: E
         assert outbox.retry(connection, range(2500, 1200, -1)) == 1300
         assert outbox.retry(connection) == 100
         assert outbox.retry(connection) == outbox.retry(connection, []) == 0
+        assert outbox.retry(connection, {1, 2}) == outbox.forget(connection, {1, 2}) == 0
     bodies = [int(row.body) for row in rows(engine, outbox)]
     assert bodies == [*range(1200, 2500), *range(1100, 1200)]
+
+
+def test_E14_a_failed_message_that_is_retried_twice_at_the_same_time_is_moved_once(tmp_path: Path) -> None:
+    engine, other_engine = (create_engine(f"sqlite:///{tmp_path}/application.db") for _ in range(2))
+    outbox = Outbox()
+    outbox.metadata.create_all(engine)
+    row = {**outbox.encode(b"1", None, "q", None)[0], "id": 1, "reply": "no queue", "created_at": datetime.now(UTC)}
+    with engine.begin() as connection:
+        connection.execute(insert(outbox.tables.failed), row)
+    counts = []
+
+    def retry_first(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("DELETE"):
+            with other_engine.begin() as connection:
+                counts.append(outbox.retry(connection))
+
+    event.listen(engine, "before_cursor_execute", retry_first)
+    with engine.begin() as connection:
+        counts.append(outbox.retry(connection))
+    assert counts == [1, 0]
+    assert [row.body for row in rows(engine, outbox)] == [b"1"]
+    engine.dispose()
+    other_engine.dispose()
 
 
 def test_a_file_named_relay_in_the_current_folder_says_nothing_about_a_database_in_memory(
