@@ -62,8 +62,9 @@ def _path_of(connection: Connection | orm.Session) -> str:
 
 def _lock_path(path: str, tables: Tables) -> str:
     """Return the path of the file that a relay locks. Each outbox of a database has its own file."""
-    name = tables.rows.name
-    return f"{path}.relay" if name == "qflow_outbox" else f"{path}.{quote(name, safe='')}.relay"
+    # SQLite ignores the case of ASCII letters in a name. `quote` replaces all other letters.
+    name = quote(tables.rows.name, safe="").lower()
+    return f"{path}.relay" if name == "qflow_outbox" else f"{path}.{name}.relay"
 
 
 def relay_of(connection: Connection | orm.Session, tables: Tables) -> tuple[int | None, tuple[str, ...]]:

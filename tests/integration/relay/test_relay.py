@@ -364,6 +364,22 @@ def test_E14_on_sqlite_rows_restored_with_old_numbers_are_published(
     assert bodies(broker) == [b"1", b"2", b"restored"]
 
 
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_E14_on_sqlite_the_case_of_the_name_makes_no_other_outbox(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        eventually(lambda: relay.partitions)
+        with OutboxRelay(engine, broker.url, outbox=Outbox(name="QFlow_Outbox"), **FAST) as other:
+            eventually(lambda: other.counts.tenures == 1)
+            add(engine, outbox, *"12")
+            eventually(lambda: relay.counts.confirmed == 2)
+            assert not other.partitions
+            with engine.begin() as connection:
+                assert Outbox(name="QFLOW_OUTBOX").status(connection).relays == 1
+    assert bodies(broker) == [b"1", b"2"]
+
+
 FORKING = """
 import os, signal, sys
 from qflow_client.sqlalchemy import OutboxRelay
