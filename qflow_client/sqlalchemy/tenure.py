@@ -33,7 +33,7 @@ from qflow_client.events import HoldKind
 from qflow_client.message import Message, decode_message, republished
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.redaction import printable
-from qflow_client.sqlalchemy.sessions import LOOK, Aside, RelayError, Row, Session, silence_of
+from qflow_client.sqlalchemy.sessions import FULL_PERIOD, LOOK, Aside, RelayError, Row, Session, silence_of
 from qflow_client.sync import Producer
 from qflow_client.telemetry import RelayMetrics
 
@@ -146,6 +146,10 @@ class Tenure:
         self.mine: set[int] = set()
         # The planned change: partitions to unlock and to lock, both empty for a full sweep. None if nothing is planned.
         self._change: tuple[set[int], set[int]] | None = None
+        # No full sweep is planned before this time.
+        self._sweep_at = 0.0
+        # When a message was last settled, or the last full sweep was planned.
+        self._progress_at = 0.0
         # For each partition, the id up to which an earlier tenure may have sent rows. Empty after these rows are read.
         self._doubt: dict[int, int] = {}
         # Permitted rows that are not passed to the producer yet.
@@ -214,6 +218,8 @@ class Tenure:
     def _collect(self) -> None:
         """Decide for each settled message whether to delete its row, to move the row, or to end the tenure."""
         settled = self._settled
+        if settled:
+            self._progress_at = _monotonic()
         for _ in range(len(settled)):
             receipt = settled.popleft()
             row = self._in_flight.pop(receipt, None)
@@ -251,11 +257,16 @@ class Tenure:
                 self._answered_at = now
                 if due != self.mine:
                     self._change = self.mine - due, due - self.mine
-        if self._change is None and self._session.is_full_due():
+        if self._change is None and now >= self._sweep_at and self._session.is_full_due():
             # A full sweep (see `postgresql`) may begin only when no row is unsettled, like a partition change.
             self._change = set(), set()
+            self._progress_at = now
         if self._change is not None and not self._in_flight and not self._pending:
             self._change_partitions()
+        elif self._change == (set(), set()) and now - self._progress_at > LOOK:
+            # The broker does not confirm a message, for example of a queue without a leader. Send the other rows.
+            self._change = None
+            self._sweep_at = now + FULL_PERIOD
 
     def _say(self, holds: Iterable[str]) -> None:
         words = ", ".join(islice(holds, _MAX_SHOWN_HOLDS))

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from qflow_client.broker import Broker
 from qflow_client.sqlalchemy import Outbox, OutboxRelay, RelayError
 from qflow_client.sqlalchemy import postgresql as of_postgresql
 from qflow_client.sqlalchemy import sqlite as of_sqlite
-from qflow_client.sqlalchemy.sessions import Session
+from qflow_client.sqlalchemy.sessions import LOOK, Session
 from qflow_client.sqlalchemy.tables import PARTITIONS
 from qflow_client.testing.proxy import FaultProxy
 from tests.integration.producer.tools import unused_port
@@ -362,6 +363,25 @@ def test_E14_on_sqlite_rows_restored_with_old_numbers_are_published(
             connection.execute(insert(outbox.tables.rows), row)
         eventually(lambda: relay.counts.confirmed == 3)
     assert bodies(broker) == [b"1", b"2", b"restored"]
+
+
+def test_E14_a_message_without_a_confirm_does_not_stop_the_other_messages(
+    engine: Engine, outbox: Outbox, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (of_sqlite, of_postgresql):
+        monkeypatch.setattr(module, "FULL_PERIOD", 0.2)
+    broker.declare_queue("slow")
+    broker.withhold_confirms("slow")
+    add(engine, outbox, b"first", to="slow")
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        eventually(lambda: bodies(broker, "slow") == [b"first"])
+        count, until = 0, time.monotonic() + 3 * LOOK
+        while time.monotonic() < until:
+            count += 1
+            add(engine, outbox, b"%d" % count)
+            eventually(lambda: relay.counts.confirmed == count)  # noqa: B023  # `eventually` calls it at once
+        broker.release_confirms("slow")
+        eventually(lambda: relay.counts.confirmed == count + 1)
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
