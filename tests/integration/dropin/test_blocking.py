@@ -599,7 +599,9 @@ def test_E2_after_an_interrupt_all_messages_given_to_pika_are_sent(connect, pipe
     for interrupt in each_interrupt(least=5, every=EVERY):
         channel = connection.channel()
         channel.confirm_delivery(pipelined=pipelined)
-        interrupt(partial(channel.basic_publish, "", "q", bytes(100)), only=("blocking_connection.py", "blocking_io.py"))
+        interrupt(
+            partial(channel.basic_publish, "", "q", bytes(100)), only=("blocking_connection.py", "blocking_io.py")
+        )
         try:
             if pipelined:
                 channel.wait_for_confirms()
