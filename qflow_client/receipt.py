@@ -20,7 +20,10 @@ from qflow_client.message import REPUBLISHED, Message, RoutedMessage
 if TYPE_CHECKING:
     from qflow_client.amqp.frames import Prepared, Route
 
-__all__ = ["RECEIPT_OVERHEAD", "UNDELIVERED", "Outcome", "Receipt"]
+__all__ = ["COSTS_CONNECTION", "RECEIPT_OVERHEAD", "UNDELIVERED", "Outcome", "Receipt"]
+
+#: The code in a receipt's reply if the producer gave the message up because it costs the connection (see `suspects`).
+COSTS_CONNECTION = -1
 
 _NO_ROUTE = 312
 _NOT_FOUND = 404
@@ -93,7 +96,7 @@ class Receipt:
         # The outcome; ``None`` while the message is unsettled.
         self._outcome: Outcome | None = None
         # The code and text of the broker's ``Basic.Return`` or ``Channel.Close``. For any other reason of a failure,
-        # such as a lost connection: 0 and a text for people.
+        # such as a lost connection: 0 or `COSTS_CONNECTION`, and a text for people.
         self._reply: tuple[int, str] | None = None
         # Whether the application has seen a failure, so that `flush` and `close` do not report it.
         self._seen = False
@@ -155,6 +158,14 @@ class Receipt:
         The outcome is that of the last copy. An earlier copy may have arrived if the message was sent again.
         """
         return self._outcome not in (Outcome.RETURNED, Outcome.REJECTED, Outcome.FAILED) or self._is_second_copy
+
+    @property
+    def costs_connection(self) -> bool:
+        """Whether the producer no longer sends the message, because connections were lost when it was sent.
+
+        The outcome of such a message is *unknown*, or *stored* with an outbox.
+        """
+        return self._reply is not None and self._reply[0] == COSTS_CONNECTION
 
     @property
     def _is_second_copy(self) -> bool:
@@ -269,7 +280,7 @@ class Receipt:
         if self._reply is None:
             return text
         code, words = self._reply
-        return f"{text} ({code} {words})" if code else f"{text} ({words})"
+        return f"{text} ({code} {words})" if code > 0 else f"{text} ({words})"
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.describe()}>"

@@ -8,6 +8,7 @@ copies. With the setting ``"fail"``, and at the end of the producer, every messa
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Sequence
 
 from qflow_client.amqp.frames import PublishEncoder
@@ -19,7 +20,7 @@ from qflow_client.core.settling import Reply, Settling
 from qflow_client.core.suspects import narrow_down
 from qflow_client.core.unconfirmed import Unconfirmed
 from qflow_client.events import HoldKind
-from qflow_client.receipt import Outcome, Receipt
+from qflow_client.receipt import COSTS_CONNECTION, Outcome, Receipt
 from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["INTERRUPTED", "Channel"]
@@ -51,6 +52,7 @@ class Channel:
         "is_over",
         "is_restoring",
         "number",
+        "opened_at",
         "was_open",
     )
 
@@ -75,6 +77,8 @@ class Channel:
         self._settling = settling
         #: The number of the open channel; ``None`` if no channel is open.
         self.number: int | None = None
+        #: When the newest channel was opened; minus infinity before the first one.
+        self.opened_at = -math.inf
         # The number and the maximum frame size of a channel whose `open` is not complete; otherwise ``None``.
         self._opening: tuple[int, int] | None = None
         #: Whether a channel was ever open. `EncodedProtocol.forget_past` (of the drop-ins) sets it to False again.
@@ -104,6 +108,7 @@ class Channel:
         assert self._opening is not None
         number, frame_max = self._opening
         self._reset(number, frame_max)
+        self.opened_at = now
         self._resending.poison.note_open(now)
         self._encode_all(now)
         self.number = number
@@ -210,8 +215,8 @@ class Channel:
         if self._settings.on_disconnect is OnDisconnect.FAIL:
             self.settle_all(reason, now)
         elif self._resending.poison.is_proven:
-            reply = (0, f"connections stay open without this message, and are lost when it is sent; {reason}")
-            self.keep_unsettled(now, culprits=suspects, reply=reply, outcome=Outcome.UNKNOWN)
+            why = f"connections stay open without this message, and are lost when it is sent; {reason}"
+            self.keep_unsettled(now, culprits=suspects, reply=(COSTS_CONNECTION, why), outcome=Outcome.UNKNOWN)
         else:
             self.keep_unsettled(now, suspects)
 

@@ -300,18 +300,19 @@ class PostgresqlSession:
         )
 
     def set_aside(self, rows: Sequence[Aside]) -> None:
-        """Move rows to the table of failed rows, each with its reason."""
-        columns = ", ".join((*self._tables.message_columns, "created_at"))
+        """Move rows to the table of failed rows."""
+        names = (*self._tables.message_columns, "created_at", "reply")
+        values = (f":{name}" if name in Aside._fields else name for name in names)
         statement = text(
             f"WITH gone AS (DELETE FROM {self._rows} WHERE id = :id RETURNING *)"
-            f" INSERT INTO {self._failed} (id, {columns}, reply)"
+            f" INSERT INTO {self._failed} (id, {', '.join(names)})"
             # If the sequence of ids was reset, the table of failed rows may already have the id.
             f" SELECT CASE WHEN EXISTS (SELECT FROM {self._failed} WHERE id = :id)"
             f" THEN (SELECT max(id) + 1 FROM {self._failed}) ELSE id END,"
-            f" {columns}, :reply FROM gone"
+            f" {', '.join(values)} FROM gone"
         )
-        for number, reply in rows:
-            self._connection.execute(statement, {"id": number, "reply": reply})
+        for row in rows:
+            self._connection.execute(statement, row._asdict())
 
     def ping(self) -> None:
         """Execute a trivial query, so that the server does not end the session as idle."""

@@ -85,7 +85,7 @@ class OutboxRelay:
         outbox: outbox whose tables the relay reads; ``None`` for tables with the names of ``Outbox()``.
         lease: on PostgreSQL, maximum seconds until another relay takes over the work of a suspended or disconnected
             relay. Another relay takes over the work of a killed relay in about a second. The default of the setting
-            ``liveness`` is a sixth of the lease. ``reconnect_delay_max`` is at most a fortieth of the lease.
+            ``liveness`` is a sixth of the lease. ``reconnect_delay_max`` is at most a quarter of the lease.
         poll: maximum seconds between two checks for new rows if no ``NOTIFY`` comes.
         credentials: as for a `Producer`.
         settings: as for a `Producer`. A relay replaces `confirms`, `when_flowed`, `outbox` and `delivery_timeout`.
@@ -128,9 +128,8 @@ class OutboxRelay:
         loaded = ProducerSettings.load(url, settings, **given, **forced)
         # Detect a lost connection to the broker early, so that another relay can take over within the lease.
         liveness = lease / 6 if loaded.liveness is None else loaded.liveness
-        # A producer waits this long before each of its tries to find a message that costs the connection. It must end
-        # this search within half of the lease.
-        longest = min(loaded.reconnect_delay_max, lease / 40)
+        # A producer must try more than once to reconnect within half of the lease, which is the limit of a tenure.
+        longest = min(loaded.reconnect_delay_max, lease / 4)
         self._settings = loaded.replace(liveness=liveness, reconnect_delay_max=longest)
         if isinstance(database, AsyncEngine):
             raise SettingsError(

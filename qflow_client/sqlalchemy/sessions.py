@@ -35,8 +35,17 @@ class Row(NamedTuple):
     body: bytes
 
 
-#: The id of a row to move to the table of failed rows, and the reason.
-Aside = tuple[int, str]
+class Aside(NamedTuple):
+    """A row to move to the table of failed rows.
+
+    Args:
+        properties: the encoded properties, with the header of a second copy if a copy of the message may have arrived.
+        reply: the reason.
+    """
+
+    id: int
+    properties: bytes
+    reply: str
 
 
 class Session(Protocol):

@@ -224,18 +224,18 @@ class SqliteSession:
 
     def set_aside(self, rows: Sequence[Aside]) -> None:
         table, failed = self._tables.rows, self._tables.failed
-        names = (*self._tables.message_columns, "created_at")
+        names = (*self._tables.message_columns, "created_at", "reply")
         with self._connection.begin():
-            for number, reply in rows:
+            for row in rows:
                 given = case(
-                    (exists().where(failed.c.id == number), query(sql.max(failed.c.id) + 1).scalar_subquery()),
-                    else_=number,
+                    (exists().where(failed.c.id == row.id), query(sql.max(failed.c.id) + 1).scalar_subquery()),
+                    else_=row.id,
                 )
-                chosen = query(given, *(table.c[name] for name in names), bindparam("reply", reply)).where(
-                    table.c.id == number
-                )
-                self._connection.execute(insert(failed).from_select(["id", *names, "reply"], chosen))
-                self._connection.execute(delete(table).where(table.c.id == number))
+                new = row._asdict()
+                values = (bindparam(name, new[name]) if name in new else table.c[name] for name in names)
+                chosen = query(given, *values).where(table.c.id == row.id)
+                self._connection.execute(insert(failed).from_select(["id", *names], chosen))
+                self._connection.execute(delete(table).where(table.c.id == row.id))
 
     def ping(self) -> None:
         pass

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import islice
 
-from qflow_client.amqp.frames import FrameError
+from qflow_client.amqp.frames import FrameError, content_header
 from qflow_client.errors import ProducerFlowed, UndeliveredMessages
 from qflow_client.events import HoldKind
 from qflow_client.message import Message, decode_message, republished
@@ -174,7 +174,8 @@ class Tenure:
         # The text that was last passed to `Session.say`.
         self._said = ""
         self._answered_at = _monotonic()
-        self._held_since: float | None = None
+        # When the producer was last seen with an open channel.
+        self._connected_at = self._answered_at
 
     @property
     def silence(self) -> float:
@@ -234,24 +235,30 @@ class Tenure:
             if not self._gone:
                 self._oldest_gone_at = _monotonic()
             self._gone.append(row.id)
-        elif outcome in _POISON:
-            self._aside.append((row.id, printable(receipt.describe())))
+        elif outcome in _POISON or receipt.costs_connection:
+            self._set_aside(row, receipt.describe(), may_have_arrived=receipt.may_have_arrived)
         elif self._failure is None:
             self._failure = f"row {row.id} was not confirmed, and will be sent again: {receipt.describe()}"
+
+    def _set_aside(self, row: Row, reply: str, *, may_have_arrived: bool) -> None:
+        properties = row.properties
+        if may_have_arrived:
+            # If the message is moved back to the outbox (`Outbox.retry`), it is sent as a second copy.
+            properties = content_header(republished(decode_message(properties, row.body)))
+        self._aside.append(Aside(row.id, properties, printable(reply)))
 
     def _look_around(self, producer: Producer) -> None:
         """Check the producer's connection, the partitions that belong to this relay, and the time for a full sweep."""
         now = _monotonic()
-        holds = {hold.kind: hold for hold in producer.flow_state.holds}
-        if HoldKind.DISCONNECTED not in holds:
-            self._held_since = None
-        elif self._held_since is None:
-            self._held_since = now
-        elif now - self._held_since > self._lease / 2:
+        # The hold ``disconnected`` is no measure, because it stays on an open channel while the producer searches for a
+        # message that costs the connection.
+        channel = producer._protocol.channel
+        self._connected_at = max(self._connected_at, channel.opened_at if channel.number is None else now)
+        if now - self._connected_at > self._lease / 2:
             raise RelayError("the broker could not be reached for half of the lease; other relays may reach it")
         if now >= self._look_at:
             self._look_at = now + LOOK
-            self._say(holds)
+            self._say(hold.kind for hold in producer.flow_state.holds)
             if self._change is None:
                 due = self._session.due()
                 self._answered_at = now
@@ -349,7 +356,7 @@ class Tenure:
                 message: Message = decode_message(row.properties, row.body)
             except FrameError as error:
                 pending.popleft()
-                self._aside.append((row.id, f"it is damaged: {error}"))
+                self._set_aside(row, f"it is damaged: {error}", may_have_arrived=False)
                 continue
             is_doubtful = row.id <= doubt.get(row.partition, 0)
             if is_doubtful:
@@ -362,7 +369,7 @@ class Tenure:
                 break
             except ValueError as error:
                 pending.popleft()
-                self._aside.append((row.id, f"it cannot be encoded: {error}"))
+                self._set_aside(row, f"it cannot be encoded: {error}", may_have_arrived=is_doubtful)
                 continue
             in_flight[receipt] = row
             marked += is_doubtful
@@ -375,8 +382,8 @@ class Tenure:
         if self._aside:
             self._session.set_aside(self._aside)
             self._counts.count(set_aside=len(self._aside))
-            for number, reply in self._aside:
-                logger.warning("outbox relay: row %d is set aside: %s", number, reply)
+            for row in self._aside:
+                logger.warning("outbox relay: row %d is set aside: %s", row.id, row.reply)
             self._aside.clear()
         if self._gone:
             self._session.delete(self._gone)

@@ -15,9 +15,12 @@ from urllib.request import urlopen
 import pytest
 from sqlalchemy import Engine, create_engine
 
+from qflow_client import Message
+from qflow_client.amqp.frames import content_header
 from qflow_client.broker import Broker
 from qflow_client.cli import main
 from qflow_client.sqlalchemy import Outbox, OutboxRelay
+from qflow_client.sqlalchemy.sessions import Aside
 from qflow_client.sqlalchemy.sqlite import SqliteSession
 
 from .support import FAST, PATIENCE, add, bodies, environment, eventually, permitted, set_aside
@@ -112,7 +115,8 @@ def test_E14_the_commands_relay_status_relay_failed_and_relay_retry_work(
     monkeypatch.setenv("QFLOW_DATABASE", url)
     add(engine, outbox, *"1234", key="k")
     session = SqliteSession(engine, outbox.tables, 30.0)
-    session.set_aside([(1, "returned (312 NO_ROUTE)"), (2, "returned (312 NO_ROUTE)")])
+    header = content_header(Message(b""))
+    session.set_aside([Aside(number, header, "returned (312 NO_ROUTE)") for number in (1, 2)])
     session.close()
     assert main(["relay", "status", "--seconds", "0"]) == 0
     first, *others = capsys.readouterr().out.splitlines()

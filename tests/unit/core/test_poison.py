@@ -335,6 +335,7 @@ def test_if_the_broker_drops_the_connection_at_one_message_only_that_message_is_
         assert connections < 14
     assert receipts[2].outcome is Outcome.UNKNOWN
     assert "connections stay open without this message, and are lost when it is sent" in str(receipts[2].error())
+    assert [receipt.costs_connection for receipt in receipts] == [False, False, True, False, False]
     assert "dropped" in str(receipts[2].error())
     # The message was sent alone, on connections that had stayed open without it.
     assert broker.alone[-6:] == [True] * 6
