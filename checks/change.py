@@ -213,7 +213,7 @@ def stages(folder: Path) -> Iterator[Stage]:
         # Run these two in the background, because they wait most of the time.
         {python} -m benchmarks.soak --minutes 1 --broker rabbitmq >{folder}/soak-rabbitmq 2>&1 & rabbitmq=$!
         {python} -m benchmarks.soak --minutes 0.5 --broker embedded >{folder}/soak-embedded 2>&1 & embedded=$!
-        {python} -m benchmarks.soak --minutes 0.5 --broker cluster --history {folder}/history
+        {python} -m benchmarks.soak --minutes 2 --broker cluster --history {folder}/history
         {python} -m benchmarks.soak.history {folder}/history
         wait $rabbitmq || failed=1
         wait $embedded || failed=1
