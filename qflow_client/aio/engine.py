@@ -335,9 +335,7 @@ class Engine(BaseEngine):
 
     async def drive(self, call: Call[_T], waiter: Waiter) -> _T:
         """Run a call that waits, see `core.calls`. The producer need not be connected."""
-        turns = self.turns
-        if turns is None:
-            turns = Turns(asyncio.get_running_loop(), lambda: self.protocol, self.kick, self.arm_timer)
+        turns = self.turns or Turns(asyncio.get_running_loop(), lambda: self.protocol, self.kick, self.arm_timer)
         return await turns.drive(call, waiter)
 
     async def made_durable(self, receipt: Receipt, deadline: float) -> None:

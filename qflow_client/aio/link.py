@@ -441,24 +441,11 @@ class Link:
         if self._number is None:
             # Either the producer has ended the connection, or `_open_channel_again` runs, and will notice the loss.
             return
-        error = _error(closing)
-        left, self._leaves_because = self._leaves_because, ""
-        stuck = self._amqp.heartbeat_timeout > 0 and self._amqp.is_connection_was_stuck
-        # aiormq reports no error if it notices the end of the data before it waits for the next frame.
-        cut = not closing.cancelled() and closing.exception() is None and not self._connection.close_called
-        if left:
-            why = lost(left)
-        elif stuck:
-            why = lost(
-                "the broker sent nothing, not even heartbeats, at a heartbeat interval of "
-                f"{self._amqp.heartbeat_timeout} s"
-            )
-        elif cut:
-            why = lost("the broker closed the socket")
-        else:
-            why = lost("it was closed" if error is None else words(error))
-        # Otherwise without an error, aiormq's tasks were cancelled, because the loop is ending.
-        self._lost(why, returns=(bool(left) or stuck or cut or error is not None) and self._comes_back)
+        why, self._leaves_because = self._leaves_because, ""
+        returns = True
+        if not why:
+            why, returns = _why_closed(self._amqp, closing, close_called=self._connection.close_called)
+        self._lost(lost(why), returns=returns and self._comes_back)
 
     @property
     def _comes_back(self) -> bool:
@@ -548,6 +535,21 @@ async def _close_connection(connection: Any) -> None:
             await transport.close_callback.wait()
     finally:
         await connection.close()
+
+
+def _why_closed(amqp: Any, closing: asyncio.Future[Any], *, close_called: bool) -> tuple[str, bool]:
+    """Return why a connection has ended, and whether the broker or the network has ended it."""
+    interval = amqp.heartbeat_timeout
+    if interval > 0 and amqp.is_connection_was_stuck:
+        return f"the broker sent nothing, not even heartbeats, at a heartbeat interval of {interval} s", True
+    error = _error(closing)
+    if error is not None:
+        return words(error), True
+    # aiormq reports no error if it notices the end of the data before it waits for the next frame.
+    if not closing.cancelled() and closing.exception() is None and not close_called:
+        return "the broker closed the socket", True
+    # The application has closed the connection. Or the loop is ending, and has cancelled aiormq's tasks.
+    return "it was closed", False
 
 
 def _error(closing: asyncio.Future[Any]) -> BaseException | None:
