@@ -88,8 +88,9 @@ class OutboxRelay:
             ``liveness`` is a sixth of the lease. ``reconnect_delay_max`` is at most a quarter of the lease.
         poll: maximum seconds between two checks for new rows if no ``NOTIFY`` comes.
         credentials: as for a `Producer`.
-        settings: as for a `Producer`. A relay replaces `confirms`, `when_flowed`, `outbox` and `delivery_timeout`.
-        keywords: single settings, as for a `Producer`, without the settings that a relay replaces.
+        settings: as for a `Producer`. A relay replaces `confirms`, `when_flowed`, `outbox` and `delivery_timeout`. It
+            does not use `exchange` and `routing_key`, because each message has its own.
+        keywords: single settings, as for a `Producer`, without these six.
 
     Raises:
         SettingsError: a setting is not allowed, or the database is not supported.
@@ -120,6 +121,9 @@ class OutboxRelay:
             "outbox": None,
             "delivery_timeout": None,
         }
+        for name in ("exchange", "routing_key"):
+            if name in keywords:
+                raise SettingsError(f"{name}={keywords[name]!r}: each message of the outbox has its own; leave it out")
         given = {"name": "relay", **keywords}
         if wrong := [name for name in keywords if name in forced]:
             raise SettingsError(f"{wrong[0]}: a relay sets this itself; leave it out")

@@ -487,9 +487,10 @@ def test_E14_messages_can_be_added_in_asynchronous_sessions(
         ({"lease": 0}, "lease"),
         ({"poll": -1}, "poll"),
         ({"confirms": False}, "confirms"),
+        ({"exchange": "orders"}, "exchange='orders': each message of the outbox has its own"),
         ({"outbox_max_age": -1}, "outbox_max_age"),
     ],
-    ids=["mysql", "no url", "lease", "poll", "confirms", "setting"],
+    ids=["mysql", "no url", "lease", "poll", "confirms", "exchange", "setting"],
 )
 def test_E14_a_relay_with_unsupported_arguments_raises_an_error(values: dict[str, Any], word: str) -> None:
     with pytest.raises(SettingsError, match=word):
