@@ -14,7 +14,7 @@ from qflow_client.amqp.frames import content_header
 from qflow_client.events import HoldKind
 from qflow_client.sqlalchemy import tenure
 from qflow_client.sqlalchemy.relay import RelayCounts
-from qflow_client.sqlalchemy.sessions import Row
+from qflow_client.sqlalchemy.sessions import RelayError, Row
 from qflow_client.sqlalchemy.tables import PARTITIONS
 from qflow_client.sqlalchemy.tenure import Tenure, Waker
 from qflow_client.telemetry import RelayMetrics
@@ -35,6 +35,9 @@ class Database:
         self.shares = [EVERY]
         self.rows: list[Row] = []
         self.reads = 0
+        #: When the producer loses its channel, and whether it then opens and loses a channel each second.
+        self.lost_at = math.inf
+        self.loses_each = False
         #: The latest time when the producer is flowed.
         self.flows_at = math.inf
         #: When the producer reports its flow, and the reported event.
@@ -91,6 +94,12 @@ class Flowed:
         return lambda: None
 
     @property
+    def _protocol(self) -> Any:
+        lost_at, now = self._database.lost_at, self._database.now
+        opened_at = math.floor(now) if self._database.loses_each else 0.0
+        return SimpleNamespace(channel=SimpleNamespace(number=1 if now < lost_at else None, opened_at=opened_at))
+
+    @property
     def flow_state(self) -> Any:
         is_flowed = self._was_asked or self._database.now >= self._database.flows_at
         kinds = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED) if is_flowed else ()
@@ -108,7 +117,7 @@ def database(monkeypatch: pytest.MonkeyPatch) -> Database:
     return made
 
 
-def work(database: Database, seconds: float) -> None:
+def work(database: Database, seconds: float, lease: float = 1000.0) -> None:
     """Relay for a number of simulated seconds, with a producer that takes nothing."""
     metrics = RelayMetrics("relay", lambda: None)
     waker = Waker()
@@ -119,13 +128,15 @@ def work(database: Database, seconds: float) -> None:
         RelayCounts(metrics),
         metrics,
         waker,
-        lease=1000.0,
+        lease=lease,
         poll=1.0,
         is_stopping=lambda: database.now > end,
     )
     producer: Any = Flowed(database)
-    made.run(producer)
-    waker.close()
+    try:
+        made.run(producer)
+    finally:
+        waker.close()
 
 
 def test_E14_a_relay_with_a_flowed_producer_and_a_row_to_send_pauses_for_about_a_second_between_checks(
@@ -169,3 +180,16 @@ def test_E14_a_relay_with_a_flowed_producer_checks_often_for_a_short_time_after_
     # The event comes before the producer takes more.
     assert len(soon) >= 4
     assert len(database.waits) < 50
+
+
+def test_E14_a_relay_without_a_channel_for_half_of_the_lease_gives_up_its_partitions(database: Database) -> None:
+    began = database.now
+    database.lost_at = began + 20.0
+    with pytest.raises(RelayError, match="could not be reached for half of the lease"):
+        work(database, 100.0, lease=10.0)
+    assert 25.0 <= database.now - began < 27.0
+
+
+def test_E14_a_relay_keeps_its_partitions_while_its_producer_opens_channels_and_loses_them(database: Database) -> None:
+    database.lost_at, database.loses_each = database.now, True
+    work(database, 100.0, lease=10.0)
