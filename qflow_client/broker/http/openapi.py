@@ -305,7 +305,11 @@ class Api:
                 "required": True,
                 "content": {JSON: {"schema": schemas[operation.name, "body"]}},
             }
-            problems |= {HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE}
+            problems |= {
+                HTTPStatus.REQUEST_TIMEOUT,
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            }
         if operation.lasts or operation.is_large:
             problems.add(HTTPStatus.SERVICE_UNAVAILABLE)
         if has_token and not operation.is_public:

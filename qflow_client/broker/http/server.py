@@ -74,7 +74,8 @@ class HttpServer:
     MAX_STREAMS = 100
     #: Maximum number of open event streams from one IP address.
     MAX_STREAMS_OF_ADDRESS = 20
-    #: Maximum seconds for writing one piece of a large answer or an event. A slower client is disconnected.
+    #: Maximum seconds for reading a body, and for writing one piece of a large answer or an event. A slower client is
+    #: disconnected.
     PATIENCE = 60.0
     #: Maximum seconds for writing a whole large answer. A slower client is disconnected.
     ANSWER_TIME = 300.0
@@ -300,7 +301,12 @@ class HttpServer:
 
     async def _body(self, operation: Operation, request: web.Request) -> Any:
         try:
-            raw = await request.read()
+            async with asyncio.timeout(self.PATIENCE):
+                raw = await request.read()
+        except TimeoutError:
+            raise Problem(
+                HTTPStatus.REQUEST_TIMEOUT, f"the body is not complete after {self.PATIENCE:g} s; send it faster"
+            ) from None
         except ConnectionError:
             # The client has disconnected before the end of the body, and gets no answer.
             raise Problem(HTTPStatus.BAD_REQUEST, "the body is not complete") from None

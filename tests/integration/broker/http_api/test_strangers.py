@@ -40,6 +40,19 @@ def ask_health(broker: Broker) -> None:
     asking.close()
 
 
+def test_a_request_whose_body_is_never_complete_gets_an_error(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HttpServer, "PATIENCE", 0.1)
+    with connect(broker) as asking:
+        asking.sendall(
+            b"PUT /api/queues/q HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{"
+        )
+        answer = b""
+        while b"the body is not complete after 0.1 s" not in answer and (received := asking.recv(4096)):
+            answer += received
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
 @pytest.mark.parametrize("words", [b"", b"GET /api/queues HT", b"GET /api/queues HTTP/1.1\r\nHost: x\r\n"])
 def test_an_http_connection_without_a_complete_request_is_closed_and_an_active_connection_stays_open(
     words, monkeypatch
