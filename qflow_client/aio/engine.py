@@ -137,7 +137,8 @@ class Engine(BaseEngine):
         self._all_ended = asyncio.Event()
         #: The event loop of the producer; set by `open`.
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._thread: int | None = None
+        #: The thread of the event loop; set by `open`.
+        self.thread: int | None = None
         #: Calls the application's callbacks on the loop; set by `open`.
         self.dispatcher: Dispatcher | None = None
         #: Drives the calls that wait; set by `open`.
@@ -168,7 +169,7 @@ class Engine(BaseEngine):
                 "AsyncProducer needs a running event loop of asyncio, and none runs here; under trio use Producer in "
                 "a thread"
             ) from None
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self.dispatcher = Dispatcher(self.loop)
         self.turns = Turns(self.loop, lambda: self.protocol, self.kick, self.arm_timer)
         watch_process(self)
@@ -266,7 +267,7 @@ class Engine(BaseEngine):
 
     @property
     def may_step(self) -> bool:
-        return self.loop is None or self._thread in (None, threading.get_ident())
+        return self.loop is None or self.thread in (None, threading.get_ident())
 
     def check_loop(
         self,
@@ -548,7 +549,7 @@ class Engine(BaseEngine):
 
     def forked(self) -> None:
         # The loop does not run in the child. Call no method of the loop, because it would wake the parent's loop.
-        self._thread = None
+        self.thread = None
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._disown()
