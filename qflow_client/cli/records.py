@@ -5,7 +5,9 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
+import io
 import json
+import select
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path, PurePath
-from typing import IO, Final, Self, cast
+from typing import IO, Any, Final, Self, cast
 
 from qflow_client import Message
 from qflow_client.cli.errors import CommandError, ExitCode
@@ -166,6 +168,8 @@ class RecordSource:
             if standard_input is None:
                 raise CommandError("standard input is closed; give a FILE")
             self._content = standard_input
+            if isinstance(standard_input, io.BufferedReader):
+                self._content = io.BufferedReader(_Waiting(standard_input.raw))
         else:
             path = Path(file)
             self._stored = self._stack.enter_context(path.open("rb"))
@@ -242,7 +246,7 @@ class RecordSource:
         if grown.strip(b"\r\n"):
             raise CommandError(f"{self.name}: record {place.number} has become longer since it was sent")
         self._number = place.number
-        self._lines = _Lines(self.name, content, place.line, place.offset + len(grown), last_line)
+        self._lines = _Lines(self.name, content, place.line, place.offset + len(grown), last_line + grown)
 
     def __enter__(self) -> Self:
         return self
@@ -324,6 +328,24 @@ class RecordSource:
         return names
 
 
+class _Waiting(io.RawIOBase):
+    """Waits for the bytes of a stream that is non-blocking, such as standard input after some programs have used it.
+
+    Without the wait, a pause in the input would look like its end.
+    """
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        self._raw = raw
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while (number := self._raw.readinto(buffer)) is None:
+            select.select([self._raw], [], [])
+        return number
+
+
 class _Lines:
     """Yields and counts the lines of a file. `number`, `offset` and `last` describe the line before `content`."""
 
@@ -342,7 +364,12 @@ class _Lines:
         return self
 
     def __next__(self) -> bytes:
-        self.last = line = next(self._content)
+        line = next(self._content)
+        if self.last and not self.last.endswith(b"\n"):
+            raise BadRecord(
+                f"{self._name}, line {self.number}: this is the rest of a line whose beginning was read as a record"
+            )
+        self.last = line
         self.number += 1
         self.offset += len(line)
         if len(line) > MAX_LINE:

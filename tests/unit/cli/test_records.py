@@ -197,6 +197,32 @@ def test_reading_records_from_a_closed_standard_input_raises_an_error() -> None:
         RecordSource("-", None, None)
 
 
+def test_a_pause_in_a_non_blocking_standard_input_is_not_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    pieces = iter([b"on", b"e\ntw", b"o"])
+
+    def next_piece(*_: object) -> None:
+        if piece := next(pieces, b""):
+            os.write(writer, piece)
+        else:
+            os.close(writer)
+
+    monkeypatch.setattr("qflow_client.cli.records.select.select", next_piece)
+    with os.fdopen(reader, "rb") as standard_input, RecordSource("-", None, standard_input) as source:
+        assert [record.message for record in source] == [b"one", b"two"]
+
+
+def test_the_rest_of_a_line_that_was_read_before_its_end_was_written_is_no_record(tmp_path: Path) -> None:
+    path = write(tmp_path / "growing.txt", b"one\ntw")
+    with RecordSource(str(path), None, None) as source:
+        records = iter(source)
+        assert [next(records).message, next(records).message] == [b"one", b"tw"]
+        write(path, b"one\ntwo\nthree\n")
+        with pytest.raises(BadRecord, match=r"growing\.txt, line 2: this is the rest of a line whose"):
+            next(records)
+
+
 def test_reading_records_from_a_named_pipe_reports_no_progress(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
