@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -100,7 +101,23 @@ def run(arguments: Sequence[str]) -> int:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream is None:
                 stack.enter_context(redirect(stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))))
-        return _run(arguments)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # Escape characters that the encoding of standard output lacks, as Python does for standard error.
+            sys.stdout.reconfigure(errors="backslashreplace")
+        return _flush(_run(arguments))
+
+
+def _flush(code: int) -> int:
+    """Write the rest of standard output. If this fails and `code` is 0, return a failure, otherwise `code`."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # Discard the output. Otherwise Python would try to write it again at exit, and change the exit code to 120.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"qflow: standard output: {error.strerror}", file=sys.stderr)
+        return code or ExitCode.FAILED
+    return code
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -121,10 +138,6 @@ def _run(arguments: Sequence[str]) -> int:
         return ExitCode.FAILED
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else ExitCode.FAILED if end.code else ExitCode.OK
-    except BrokenPipeError:
-        # The reader of the pipe has closed it. Redirect standard output, so that Python's flush at exit does not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.FAILED
     except (CommandError, QflowError, OSError) as error:
         if shared["debug"]:
             raise

@@ -139,6 +139,8 @@ def export(
     A producer may use the outbox at the same time. Damaged messages are left out.
     """
     damaged = Outbox.look_damaged(path)
+    if output is not None and output.exists() and output.samefile(path):
+        raise CommandError(f"--output {output}: this is the outbox itself; name another file", ExitCode.USAGE)
     if damaged:
         print(f"qflow: {_damaged(damaged)} left out; qflow outbox ls shows the reasons", file=sys.stderr)
     with ExitStack() as stack:

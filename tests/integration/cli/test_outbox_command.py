@@ -72,6 +72,17 @@ def test_ls_and_drain_print_names_without_control_characters(tmp_path: Path, bro
     assert "\\x1b[33m" in err
 
 
+def test_ls_escapes_characters_that_the_encoding_of_the_output_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Outbox(tmp_path / "outbox") as outbox:
+        outbox.put(b"", "", "\u4e2d\xe9", "id")
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="latin-1"))
+    assert main(["outbox", "ls", str(tmp_path / "outbox")]) == 0
+    assert b"\\u4e2d\xe9" in output.getvalue()
+
+
 def test_ls_of_an_empty_outbox_prints_0_messages(tmp_path: Path, capsys: Capture) -> None:
     Outbox(tmp_path / "outbox").close()
     assert main(["outbox", "ls", str(tmp_path / "outbox")]) == 0
@@ -98,6 +109,15 @@ def test_export_writes_all_data_of_each_message(path: Path, tmp_path: Path, caps
         "orders",
         False,
     )
+
+
+def test_export_does_not_overwrite_the_outbox(path: Path, tmp_path: Path, capsys: Capture) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for output in (path, link):
+        assert main(["outbox", "export", str(path), "--output", str(output)]) == 2
+        assert capsys.readouterr().err == f"qflow: --output {output}: this is the outbox itself; name another file\n"
+    assert left(path) == ["id-1", "id-2", "id-3"]
 
 
 def test_drain_sends_messages_in_order_and_marks_possible_copies_and_removes_confirmed_messages(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -123,6 +124,16 @@ def test_without_standard_error_an_error_is_not_printed_to_standard_output(
     monkeypatch.setattr(sys, "stderr", None)
     assert main(["report", "no-such-file"]) == 1
     assert capsys.readouterr().out == ""
+
+
+def test_output_that_cannot_be_written_is_a_failure_and_is_not_written_again_at_exit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed_pipe:
+        monkeypatch.setattr(sys, "stdout", closed_pipe)
+        assert main(["--version"]) == 1
 
 
 def test_the_option_debug_shows_the_traceback_of_an_error() -> None:
