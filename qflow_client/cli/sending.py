@@ -40,8 +40,10 @@ __all__ = ["Sending", "Tally"]
 _GRACE = 2.0
 # Maximum number of undelivered messages whose error texts are kept and printed.
 _MAX_REPORTED = 5
-# Maximum number of records that are read and sent together.
+# Maximum number of records that are read and sent together. A batch with this number of bytes gets no more records,
+# because all of its records are in memory.
 _MAX_BATCH = 64
+_MAX_BATCH_BYTES = 1 << 20
 # Maximum seconds to send a batch of several records at the rate limit. A failure is noticed only after the batch.
 _MAX_BATCH_SECONDS = 0.1
 _MARK = "x-qflow-republished"
@@ -217,11 +219,12 @@ class Sending:
         Otherwise it reads one record at a time, because a slow source must not delay a record that has been read.
         """
         items: list[_Item] = []
+        size = 0
         most = 1 if self._source is None else _MAX_BATCH
         rate = self.producer.settings.rate
         if rate is not None:
             most = max(1, min(most, int(rate * _MAX_BATCH_SECONDS)))
-        while len(items) < most:
+        while len(items) < most and size < _MAX_BATCH_BYTES:
             try:
                 with stopping.breakable():
                     record = next(supply, None)
@@ -238,6 +241,7 @@ class Sending:
                 sent = max(record.number, self._sent_before)
                 position = Position(self._source, str(Reached(records.format, records.place, sent)))
             items.append(_Item(record, message, position))
+            size += len(message.body if isinstance(message, Message) else message)
         return items, None
 
     def _send(self, items: Sequence[_Item], stopping: Stopping) -> None:

@@ -884,6 +884,20 @@ def test_E13_a_damaged_stored_position_is_reported_and_from_start_ignores_it(
     assert bodies(broker) == [b"one", b"two", b"three"] * 2
 
 
+def test_E13_a_batch_of_records_is_limited_in_bytes(send_lines: Send, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = []
+    send_many = Producer.send_many
+
+    def record(producer: Producer, messages: Sequence[Any]) -> Sequence[Receipt]:
+        batches.append([body for body, _ in messages])
+        return send_many(producer, messages)
+
+    monkeypatch.setattr(Producer, "send_many", record)
+    monkeypatch.setattr("qflow_client.cli.sending._MAX_BATCH_BYTES", 6)
+    send_lines()
+    assert batches == [[b"one", b"two"], [b"three"]]
+
+
 def test_E13_each_run_sends_all_records_of_standard_input(broker: Broker, send: Send, path: Path) -> None:
     for _ in range(2):
         send("--outbox", str(path), "-q", records=b"one\n")
