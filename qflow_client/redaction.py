@@ -78,7 +78,7 @@ _SCHEME_LETTERS = string.ascii_letters + string.digits + "+.-"
 # The authority, the path, and the query of a URL.
 _URL = re.compile(r"([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
 # A host, its port, and any text that follows the URL.
-_HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTALL)
+_HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*((:?\s|['\"),;\]]).*)?)?", re.DOTALL)
 # The beginning of a URL. One slash is enough, because `Path` changes // to /. A single letter would be a drive (c:/).
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 # The separator between user and password, which may be encoded by mistake.

@@ -253,6 +253,12 @@ def test_E8_a_password_may_contain_any_characters(before: str, after: str) -> No
     assert not SECRET.search(hide_password(url) + hide_password(repr(url)) + hide_password(f"at {url}"))
 
 
+@pytest.mark.parametrize("broker", ["h", "h:5672", "u:***@h:5672", "u:***@[::1]:5672", "h:5672/%2F"])
+def test_E8_the_text_that_follows_a_url_is_shown(broker: str) -> None:
+    text = f"amqp://{broker}: ConnectionRefusedError: [Errno 111] Connection refused"
+    assert hide_password(text) == text
+
+
 def test_E8_passwords_in_texts_are_found_and_hidden_in_linear_time() -> None:
     for text in ("x", ":", "/", "@", "'", "://", ":/", "x:@", "a.b-", "?&=", "#"):
         assert len(hide_password(text * 300_000)) <= 2_000_000
