@@ -354,11 +354,12 @@ def watch(
     as_json: AsJson = False,
 ) -> None:
     """Print a line for each change of a flow state, until Ctrl-C."""
+    broker = _broker(context)
     with Stopping() as stopping:
         try:
-            with stopping.breakable(), _broker(context).open("GET", f"/api/events?period={period}") as response:
+            with stopping.breakable(), broker.open("GET", f"/api/events?period={period}") as response:
                 known: dict[str, dict[str, Any]] = {}
-                for told in _events(response):
+                for told in _events(response, broker.url):
                     if as_json:
                         print_json(told)
                     else:
@@ -366,15 +367,16 @@ def watch(
                             print(f"{datetime.now():%H:%M:%S} {printable(line)}", flush=True)  # noqa: DTZ005 - local time
         except Stopped:
             return
-        except (OSError, HTTPException) as error:
-            raise CommandError(f"{_broker(context).url}: {error}") from error
-    raise CommandError(f"{_broker(context).url}: the broker has stopped")
+    raise CommandError(f"{broker.url}: the broker has stopped")
 
 
-def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    for line in response:
-        if line.startswith(b"data: "):
-            yield json.loads(line[6:])
+def _events(response: Iterable[bytes], url: str) -> Iterator[dict[str, Any]]:
+    try:
+        for line in response:
+            if line.startswith(b"data: "):
+                yield json.loads(line[6:])
+    except (OSError, HTTPException) as error:
+        raise CommandError(f"{url}: {error}") from error
 
 
 def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -293,6 +293,16 @@ def test_the_watch_command_ends_with_an_error_when_the_broker_stops() -> None:
     assert (process.returncode, err) == (1, f"qflow: {url}: the broker has stopped\n")
 
 
+def test_the_watch_command_does_not_blame_the_broker_if_its_output_cannot_be_written(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("qflow_client.cli.admin.print_json", fail)
+    assert run("watch", "--json") == (1, "", "qflow: the disk is full\n")
+
+
 def test_the_watch_command_reports_how_often_a_queue_turned_ON_between_two_events() -> None:
     known: dict[str, dict[str, Any]] = {}
     queue = {"name": "q", "flowStopped": False, "flowStoppedCount": 5, "depth": 1, "bytes": 1}
