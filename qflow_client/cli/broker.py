@@ -141,7 +141,8 @@ def hash_password(as_json: AsJson = False) -> None:
             password = given.readline().rstrip("\r\n")
     if not password:
         raise CommandError("the password is blank; enter at least one character", ExitCode.USAGE)
-    hashed = hash_of(password)
+    with decoding_checked("standard input"):
+        hashed = hash_of(password)
     if as_json:
         print_json({"hash": hashed})
     else:

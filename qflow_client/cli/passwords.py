@@ -71,6 +71,8 @@ def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        with decoding_checked(f"{where}, number {number}"):
+            line.encode()
         name, colon, password = line.rstrip("\r\n").partition(":")
         if not colon or not name:
             raise CommandError(f"{where}, number {number}: this is not a user; write NAME:PASSWORD", ExitCode.USAGE)
@@ -87,10 +89,13 @@ def standard_input() -> TextIO:
 
 @contextmanager
 def decoding_checked(where: str) -> Iterator[None]:
-    """Replace a `UnicodeDecodeError`, which may contain a part of a password, with a `CommandError`."""
+    """Replace a `UnicodeError`, which may contain a part of a password, with a `CommandError`.
+
+    In some locales Python decodes bytes that are not UTF-8 to surrogates, which only fail when they are encoded.
+    """
     try:
         yield
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise CommandError(f"{where}: the text is not valid {error.encoding}", ExitCode.USAGE) from None
 
 
@@ -107,7 +112,7 @@ def broker_users(options: Sequence[str] | None, file: Path | None) -> dict[str, 
         raise CommandError("--user and --users-file cannot be combined; put all users into the file", ExitCode.USAGE)
     if file is not None:
         with decoding_checked(f"--users-file {file}"):
-            text = standard_input().read() if str(file) == "-" else file.read_text(encoding="utf-8")
+            text = standard_input().read() if str(file) == "-" else file.read_text(encoding="utf-8-sig")
         users = users_of(text.splitlines(), f"--users-file {file}")
         if not users:
             raise CommandError(

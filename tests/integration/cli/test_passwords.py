@@ -14,6 +14,7 @@ import pytest
 
 from qflow_client import Producer
 from qflow_client.cli import main
+from qflow_client.cli.passwords import broker_users
 from tests.integration.forked import Forked
 
 SECRET = re.compile("s3cr3t|cr3t|3cr3")
@@ -129,14 +130,27 @@ def test_a_blank_option_user_does_not_start_a_broker_with_the_user_guest(
 
 @pytest.mark.parametrize("command", [["hash-password"], ["broker", "--users-file", "-"]])
 @pytest.mark.parametrize("content", [b"s3cr3t\xff:s3cr3t\n", None])
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_E8_standard_input_that_is_closed_or_not_utf_8_is_reported_without_the_password(
-    command: list[str], content: bytes | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    content: bytes | None,
+    errors: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", content and io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+    # In the locale C, Python decodes standard input with surrogateescape.
+    stdin = None if content is None else io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", stdin)
     assert main(command) == (1 if content is None else 2)
     err = capsys.readouterr().err
     assert ("standard input is closed" if content is None else "the text is not valid utf-8") in err
     assert SECRET.search(err) is None
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_user(tmp_path: Path) -> None:
+    file = tmp_path / "users"
+    file.write_bytes(b"\xef\xbb\xbfann:s3cr3t\r\n")
+    assert broker_users(None, file) == {"ann": "s3cr3t"}
 
 
 def test_a_users_file_that_is_not_utf_8_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
