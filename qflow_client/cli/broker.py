@@ -41,7 +41,7 @@ from qflow_client.cli.passwords import USERS, broker_users, decoding_checked, st
 from qflow_client.cli.resident import ALARM, ResidentWatch, resident_size
 from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.warned import warnings_shown
-from qflow_client.redaction import printable
+from qflow_client.redaction import hide_password, printable
 
 resource: Any
 try:
@@ -605,11 +605,13 @@ def broker(
                 where = "" if its_marks is marks_given or read.path is None else f"{read.path}: "
                 raise CommandError(f"{where}{error}", ExitCode.USAGE) from error
         _watch_resident_size(running, stack)
+        # The output may go to a log, such as the journal of systemd. The default password is well known.
+        url = running.url if running.settings.users == {"guest": "guest"} else hide_password(running.url)
         http_url = None if running.settings.http_port is None else running.http_url
         if as_json:
-            print_json({"url": running.url, "http_url": http_url})
+            print_json({"url": url, "http_url": http_url})
         else:
-            print(*filter(None, (running.url, http_url)), sep="\n", flush=True)
+            print(*filter(None, (url, http_url)), sep="\n", flush=True)
         try:
             with stopping.breakable():
                 _watch(running, console)
