@@ -414,7 +414,8 @@ class BaseProducer(ABC, Generic[_Receipt]):
         """Begin to close, and return immediately. Signal handlers may call this method (E12).
 
         From now on no message is admitted. Undelivered messages that the program has not seen are logged. A later
-        `close`, such as that of a ``with`` block, waits until the producer has closed.
+        `close`, such as that of a ``with`` block, waits until the producer has closed, and raises the error for these
+        messages.
 
         Args:
             timeout: as for `close`.

@@ -151,6 +151,8 @@ class Engine(BaseEngine):
         self._last_end = threading.RLock()
         # The task that ends a dropped producer, or closes the producer for `close_later`.
         self._ending: asyncio.Task[None] | None = None
+        # After `close_later`: the error for undelivered messages that no call of `close` has returned; otherwise None.
+        self._unreturned: UndeliveredMessages | None = None
 
     async def open(self, connected: Callable[[], object]) -> None:
         """Open the outbox and connect. A producer can connect only once.
@@ -399,9 +401,13 @@ class Engine(BaseEngine):
         if self.ended:
             LOOPS.take(lambda: self.protocol.close(CLOSED, _monotonic()))
             with suppress(TimeoutError):
-                async with asyncio.timeout(None if deadline == math.inf else deadline - _monotonic()):
+                # The other close may end up to 0.6 seconds after its deadline.
+                async with asyncio.timeout(None if deadline == math.inf else deadline + 4 * BRIEF - _monotonic()):
                     await self._all_ended.wait()
-            return None
+                    if self._ending is not None and not (self.is_copy or self._ending.done()):
+                        await asyncio.wait((self._ending,))
+            undelivered, self._unreturned = self._unreturned, None
+            return undelivered
         self.ended = True
         return await self._close(deadline, waits_for_holds)
 
@@ -409,7 +415,9 @@ class Engine(BaseEngine):
         """Close in a separate task, and log messages that are not delivered."""
 
         async def close() -> None:
-            self._log_undelivered(await self.close(deadline))
+            if not self.ended:
+                self._unreturned = await self.close(deadline)
+                self._log_undelivered(self._unreturned)
 
         def start() -> None:
             # Keep a reference to the task, because the loop keeps none. A second task would only wait for this task.
@@ -552,6 +560,7 @@ class Engine(BaseEngine):
         self.thread = None
         self._all_ended = asyncio.Event()
         self._all_ended.set()
+        self._unreturned = None
         self._disown()
         for events in tuple(self.listeners.iterators):
             events.forget()

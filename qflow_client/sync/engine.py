@@ -108,6 +108,9 @@ class Engine(BaseEngine):
         self._all_ended = Latch()
         # At its end, the process waits until this deadline for a close on another thread; ``None`` if there is none.
         self._leaves_until: float | None = None
+        self._closes_later = False
+        # After `close_later`: the error for undelivered messages that no call of `close` has returned; otherwise None.
+        self._unreturned: UndeliveredMessages | None = None
         # The receipts that were unsettled when `end` was first called.
         self._left: tuple[Receipt, ...] = ()
         self._has_warned = False
@@ -347,7 +350,8 @@ class Engine(BaseEngine):
             waits_for_holds: False to stop waiting early if a hold delays messages, or if the broker stops answering.
 
         Returns:
-            The error for messages that were not delivered; ``None`` if there are none, or if `close` was called before.
+            The error for messages that were not delivered. ``None`` if there are none, or if an earlier call of `close`
+            has returned the error.
         """
         if sys.is_finalizing():
             # While the interpreter ends, no other thread runs, so do not wait.
@@ -366,7 +370,9 @@ class Engine(BaseEngine):
             if begun is True:
                 self.unregister()
                 if self.drive(call, waiter, deadline) is not NOT_TAKEN:
-                    return self.end(good_bye_until(deadline), deadline if waits_for_holds else None)
+                    undelivered = self.end(good_bye_until(deadline), deadline if waits_for_holds else None)
+                    self._unreturned = None
+                    return undelivered
                 begun, self._leaves_until = NOT_TAKEN, deadline
                 self._on_own_thread(lambda: self._finish(deadline))
         except BaseException as error:
@@ -377,8 +383,10 @@ class Engine(BaseEngine):
             raise NestedCall("close()")
         # A callback must not wait for the end of its own thread.
         if not self.dispatcher.is_current_thread:
-            self._all_ended.wait(deadline - _monotonic())
-        return None
+            # `end` may take four brief waits after the deadline of the other close.
+            self._all_ended.wait(deadline + 4 * BRIEF - _monotonic())
+        undelivered, self._unreturned = self._unreturned, None
+        return undelivered
 
     def _begin_to_close(self) -> bool:
         """Record that the close has begun. Return True for the first call. This method runs inside a step."""
@@ -392,7 +400,7 @@ class Engine(BaseEngine):
             if self.lock.take(self._begin_to_close):
                 self._finish(deadline)
 
-        self._leaves_until = deadline
+        self._leaves_until, self._closes_later = deadline, True
         self._on_own_thread(close)
 
     def _finish(self, deadline: float) -> None:
@@ -441,29 +449,31 @@ class Engine(BaseEngine):
         assert self.link is not None
         take = take or self._take_last
         try:
-            # If Ctrl-C has interrupted an earlier call of `end`, keep the receipts that the earlier call has found.
-            self._left = self._left or take(lambda: self.protocol.unsettled_receipts)
-            self.unregister()
-            self.detach()
             try:
-                self.link.close(patience)
+                # If Ctrl-C has interrupted an earlier call of `end`, keep the receipts that the earlier call has found.
+                self._left = self._left or take(lambda: self.protocol.unsettled_receipts)
+                self.unregister()
+                self.detach()
+                try:
+                    self.link.close(patience)
+                finally:
+                    self._after(take)
+                    if self.observer is not None:
+                        telemetry.unwatch(self.observer)
+                    self._end_listeners(take)
+                    if self.deliveries is not None and deadline is not None:
+                        patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
+                    self.dispatcher.stop(patience)
             finally:
-                self._after(take)
-                if self.observer is not None:
-                    telemetry.unwatch(self.observer)
-                self._end_listeners(take)
-                if self.deliveries is not None and deadline is not None:
-                    patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
-                self.dispatcher.stop(patience)
-        finally:
-            try:
                 if self.storage is not None:
                     self.storage.close(BRIEF if deadline is None else max(BRIEF, deadline - _monotonic()))
-            finally:
-                # Wake the other threads that wait in `close`.
-                self._all_ended.set()
-        failures, dropped = take(self._take_last_failures)
-        return self.undelivered(failures, dropped, self._left)
+            failures, dropped = take(self._take_last_failures)
+            undelivered = self.undelivered(failures, dropped, self._left)
+            self._unreturned = undelivered if self._closes_later else None
+            return undelivered
+        finally:
+            # Wake the other threads that wait in `close`.
+            self._all_ended.set()
 
     def _take_last_failures(self) -> tuple[list[Receipt], int]:
         failures, dropped = self.take_failures()
@@ -497,6 +507,7 @@ class Engine(BaseEngine):
         self.lock = Guard()
         self._all_ended = Latch()
         self._all_ended.set()
+        self._unreturned = None
         self._disown()
         self.listeners.end()
 

@@ -18,6 +18,7 @@ from qflow_client import (
     ProducerClosed,
     ProducerFlowed,
     QflowError,
+    UndeliveredMessages,
     WrongLoop,
     flow_manager,
 )
@@ -333,6 +334,18 @@ async def test_E12_a_producer_that_was_shut_down_before_it_connected_never_conne
     with pytest.raises(ProducerClosed):
         await producer.connect()
     assert not broker.connections()
+
+
+async def test_E12_close_after_shutdown_raises_the_error_for_undelivered_messages_once(broker: Broker) -> None:
+    async with AsyncProducer(broker.url, routing_key="q", close_timeout=0.3) as producer:
+        broker.withhold_confirms()
+        await producer.send(b"1")
+        producer.shutdown()
+        # `shutdown` closes in another task.
+        await soon(lambda: producer._engine.ended)
+        with pytest.raises(UndeliveredMessages) as caught:
+            await producer.close()
+        assert [message.body for message in caught.value.unknown] == [b"1"]
 
 
 async def test_E12_a_second_shutdown_continues_the_first_shutdown(broker: Broker) -> None:

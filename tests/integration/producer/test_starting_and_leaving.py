@@ -150,6 +150,21 @@ def test_E12_shutdown_returns_immediately_and_admitted_messages_are_delivered(
     broker.wait_until(lambda b: not b.connections())
 
 
+def test_E12_close_after_shutdown_raises_the_error_for_undelivered_messages_once(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(close_timeout=0.3)
+    broker.withhold_confirms()
+    producer.send(b"1")
+    producer.shutdown()
+    # `shutdown` closes on another thread.
+    eventually(lambda: producer._engine.ended, "the close has begun")
+    with pytest.raises(UndeliveredMessages) as caught:
+        producer.close()
+    assert [message.body for message in caught.value.unknown] == [b"1"]
+    producer.close()
+
+
 _PROGRAM = """
 import signal, sys, time
 from qflow_client import Producer, ProducerClosed
