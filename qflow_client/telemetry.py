@@ -356,8 +356,8 @@ _Read = Callable[[Observer], Iterable[_Point]]
 
 def _sent(observer: Observer) -> Iterator[_Point]:
     for (destination, outcome), count in tuple(observer.counts.items()):
-        # A failed message was never written, so it was not sent.
-        if outcome is not Outcome.FAILED:
+        # A failed message was never written. A stored message is counted by the next producer, which sends it.
+        if outcome not in (Outcome.FAILED, Outcome.STORED):
             yield count, observer.operation(destination, outcome)
 
 

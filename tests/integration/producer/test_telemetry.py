@@ -32,12 +32,13 @@ from qflow_client import (
     Producer,
     ProducerClosed,
     ProducerFlowed,
+    UndeliveredMessages,
     telemetry,
 )
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
-from .tools import eventually, hold, start, start_send, wait_in_line
+from .tools import PATIENCE, eventually, hold, start, start_send, wait_in_line
 
 ROOT = Path(__file__).parents[3]
 
@@ -137,6 +138,22 @@ def test_sent_messages_are_counted_by_destination_and_error(
         "confirmed": 7,
         "returned": 2,
     }
+
+
+def test_a_message_that_stays_in_the_outbox_is_not_counted_as_sent_before_the_next_producer_sends_it(
+    collected: Collected, make_producer: Callable[..., Producer], broker: Broker, tmp_path: Path
+) -> None:
+    broker.withhold_confirms()
+    first = make_producer(outbox=tmp_path / "outbox")
+    first.send(b"x")
+    with pytest.raises(UndeliveredMessages):
+        first.close(timeout=0)
+    counts = collected.values("qflow.producer.settled", "qflow.outcome")
+    assert SENT not in collected() or not collected.values(SENT)
+    assert counts["stored"] == 1
+    broker.release_confirms()
+    make_producer(outbox=tmp_path / "outbox").flush(PATIENCE)
+    assert list(collected.values(SENT).values()) == [1]
 
 
 def test_the_destination_name_in_telemetry_follows_the_opentelemetry_conventions() -> None:
