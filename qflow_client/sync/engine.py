@@ -108,8 +108,7 @@ class Engine(BaseEngine):
         self._all_ended = Latch()
         # At its end, the process waits until this deadline for a close on another thread; ``None`` if there is none.
         self._leaves_until: float | None = None
-        self._closes_later = False
-        # After `close_later`: the error for undelivered messages that no call of `close` has returned; otherwise None.
+        # After a close on another thread: the error for undelivered messages that no call of `close` has returned.
         self._unreturned: UndeliveredMessages | None = None
         # The receipts that were unsettled when `end` was first called.
         self._left: tuple[Receipt, ...] = ()
@@ -370,9 +369,7 @@ class Engine(BaseEngine):
             if begun is True:
                 self.unregister()
                 if self.drive(call, waiter, deadline) is not NOT_TAKEN:
-                    undelivered = self.end(good_bye_until(deadline), deadline if waits_for_holds else None)
-                    self._unreturned = None
-                    return undelivered
+                    return self.end(good_bye_until(deadline), deadline if waits_for_holds else None)
                 begun, self._leaves_until = NOT_TAKEN, deadline
                 self._on_own_thread(lambda: self._finish(deadline))
         except BaseException as error:
@@ -400,7 +397,7 @@ class Engine(BaseEngine):
             if self.lock.take(self._begin_to_close):
                 self._finish(deadline)
 
-        self._leaves_until, self._closes_later = deadline, True
+        self._leaves_until = deadline
         self._on_own_thread(close)
 
     def _finish(self, deadline: float) -> None:
@@ -410,7 +407,7 @@ class Engine(BaseEngine):
             waiter = Waiter()
             call = calls.close(self.protocol, waiter, deadline, _monotonic(), self._reason, waits_for_holds=True)
             self.drive(call, waiter, None)
-            undelivered = self.end(good_bye_until(deadline), deadline, self.lock.take)
+            undelivered = self._unreturned = self._end(good_bye_until(deadline), deadline, self.lock.take)
         finally:
             self._all_ended.set()
         self._log_undelivered(undelivered)
@@ -429,51 +426,48 @@ class Engine(BaseEngine):
         # A signal handler must not call `threading.Thread.start`, which waits for the new thread.
         begin(lambda: start_new_thread(begin, (thread.start,)))
 
-    def end(
-        self,
-        patience: float,
-        deadline: float | None = None,
-        take: Callable[[Callable[[], Any]], Any] | None = None,
+    def end(self, patience: float, deadline: float | None = None) -> UndeliveredMessages | None:
+        """Call `_end`, and wake the other threads that wait in `close`. After Ctrl-C, `close` calls it again."""
+        try:
+            return self._end(patience, deadline, self._take_last)
+        finally:
+            self._all_ended.set()
+
+    def _end(
+        self, patience: float, deadline: float | None, take: Callable[[Callable[[], Any]], Any]
     ) -> UndeliveredMessages | None:
-        """End the connection, the callback thread and the outbox. If Ctrl-C interrupts `end`, `close` calls it again.
+        """End the connection, the callback thread and the outbox.
 
         Args:
             patience: the longest wait in seconds, once for the connection, and once for the callback thread.
             deadline: when the waits for `on_delivery` and the outbox end, in seconds of `time.monotonic`. ``None`` to
                 wait `patience` seconds for `on_delivery` and `BRIEF` seconds for the outbox.
-            take: executes the final steps; `_take_last` by default.
+            take: executes the final steps.
 
         Returns:
             The error for messages that were not delivered; ``None`` if there are none.
         """
         assert self.link is not None
-        take = take or self._take_last
         try:
+            # If Ctrl-C has interrupted an earlier call of `_end`, keep the receipts that the earlier call has found.
+            self._left = self._left or take(lambda: self.protocol.unsettled_receipts)
+            self.unregister()
+            self.detach()
             try:
-                # If Ctrl-C has interrupted an earlier call of `end`, keep the receipts that the earlier call has found.
-                self._left = self._left or take(lambda: self.protocol.unsettled_receipts)
-                self.unregister()
-                self.detach()
-                try:
-                    self.link.close(patience)
-                finally:
-                    self._after(take)
-                    if self.observer is not None:
-                        telemetry.unwatch(self.observer)
-                    self._end_listeners(take)
-                    if self.deliveries is not None and deadline is not None:
-                        patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
-                    self.dispatcher.stop(patience)
+                self.link.close(patience)
             finally:
-                if self.storage is not None:
-                    self.storage.close(BRIEF if deadline is None else max(BRIEF, deadline - _monotonic()))
-            failures, dropped = take(self._take_last_failures)
-            undelivered = self.undelivered(failures, dropped, self._left)
-            self._unreturned = undelivered if self._closes_later else None
-            return undelivered
+                self._after(take)
+                if self.observer is not None:
+                    telemetry.unwatch(self.observer)
+                self._end_listeners(take)
+                if self.deliveries is not None and deadline is not None:
+                    patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
+                self.dispatcher.stop(patience)
         finally:
-            # Wake the other threads that wait in `close`.
-            self._all_ended.set()
+            if self.storage is not None:
+                self.storage.close(BRIEF if deadline is None else max(BRIEF, deadline - _monotonic()))
+        failures, dropped = take(self._take_last_failures)
+        return self.undelivered(failures, dropped, self._left)
 
     def _take_last_failures(self) -> tuple[list[Receipt], int]:
         failures, dropped = self.take_failures()

@@ -375,7 +375,8 @@ class Producer(BaseProducer[SyncReceipt]):
 
         Raises:
             NestedCall: called where a wait might never end, for example in a finalizer (E2). If closing has already
-                begun, another thread completes it, and logs the undelivered messages.
+                begun, another thread completes it, and logs the undelivered messages. The next call raises the error
+                for them.
             UndeliveredMessages: some messages were not delivered, and no earlier call has reported them.
             TypeError, ValueError: `timeout` is not a number; nothing has changed.
         """

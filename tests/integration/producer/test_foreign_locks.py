@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from qflow_client import AsyncProducer, FlowControlTimeout, NestedCall, Producer, guard
+from qflow_client import AsyncProducer, FlowControlTimeout, NestedCall, Producer, UndeliveredMessages, guard
 from qflow_client.broker import Broker
 from qflow_client.core.admission import Admission
 from qflow_client.logs import flush_logs
@@ -241,7 +241,8 @@ def test_E2_a_close_that_cannot_run_because_the_producer_is_busy_ends_the_produc
     with handler.logs_in_a_step_of(producer):
         goes_on.set()
         assert isinstance(closer.wait(), NestedCall)
-    producer.close(timeout=PATIENCE)
+    with pytest.raises(UndeliveredMessages):
+        producer.close(timeout=PATIENCE)
     eventually(lambda: not broker.connections())
     text = "shut down: 1 admitted messages were not delivered"
     # The producer has ended before it logs this line.
