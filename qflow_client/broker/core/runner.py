@@ -214,7 +214,7 @@ class Runner:
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            await asyncio.to_thread(self.wait_until, predicate, describe, timeout)
+            await self._wait_on_thread(predicate, describe, timeout)
             return
         end = loop.time() + timeout
         while not predicate():
@@ -226,6 +226,20 @@ class Runner:
                 raise TimeoutError(_not_reached(describe, timeout)) from None
             finally:
                 self._async_waiters.discard(waiter)
+
+    async def _wait_on_thread(
+        self, predicate: Callable[[], object], describe: Callable[[], str], timeout: float
+    ) -> None:
+        is_cancelled = False
+        try:
+            await asyncio.to_thread(self.wait_until, lambda: is_cancelled or predicate(), describe, timeout)
+        except asyncio.CancelledError:
+            # End the wait of the thread. Otherwise `asyncio.run` would wait for the thread until the timeout.
+            is_cancelled = True
+            with self._changed:
+                self._version += 1
+                self._changed.notify_all()
+            raise
 
 
 def _not_reached(describe: Callable[[], str], timeout: float) -> str:

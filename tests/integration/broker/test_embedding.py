@@ -323,6 +323,25 @@ def test_wait_until_async_works_with_a_broker_on_another_thread():
         asyncio.run(main(broker))
 
 
+def test_a_cancelled_wait_until_async_ends_its_thread_so_that_the_event_loop_can_close(broker):
+    checked = threading.Event()
+
+    def never(_: Broker) -> bool:
+        checked.set()
+        return False
+
+    async def main() -> None:
+        waiting = asyncio.create_task(broker.wait_until_async(never, timeout=60))
+        await asyncio.to_thread(checked.wait)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    with Stopwatch() as watch:
+        asyncio.run(main())
+    assert watch.seconds < 30
+
+
 def test_many_threads_may_call_the_broker_concurrently(broker):
     broker.declare_queue("q")
 
