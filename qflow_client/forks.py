@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterable
 from typing import TypeVar
+from weakref import WeakSet
 
-__all__ = ["after_fork_in_child", "not_shared", "replace_copy", "separately"]
+__all__ = ["after_fork_in_child", "close_in_children", "not_shared", "replace_copy", "separately"]
 
 _T = TypeVar("_T")
+
+# Sockets whose copies forked children close.
+_sockets: WeakSet[socket.socket] = WeakSet()
 
 
 def after_fork_in_child(function: Callable[[], object]) -> None:
@@ -28,6 +33,22 @@ def replace_copy(descriptor: int) -> None:
         if nothing != descriptor:
             os.dup2(nothing, descriptor, inheritable=False)
             os.close(nothing)
+
+
+def close_in_children(sock: socket.socket) -> None:
+    """Close the copy of a socket in each child that this process forks while the socket is open.
+
+    A connection ends for its peer only when the last copy of its socket is closed.
+    """
+    _sockets.add(sock)
+
+
+def _replace_copies() -> None:
+    for sock in tuple(_sockets):
+        replace_copy(sock.fileno())
+
+
+after_fork_in_child(_replace_copies)
 
 
 def separately(function: Callable[[_T], object], objects: Iterable[_T]) -> None:

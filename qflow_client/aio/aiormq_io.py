@@ -25,7 +25,7 @@ from yarl import URL
 
 from qflow_client.amqp.frames import CHANNEL_CLOSE, CONNECTION_UNBLOCKED, METHOD_FRAME, FrameError, frame
 from qflow_client.amqp.tap import Tap
-from qflow_client.forks import after_fork_in_child, replace_copy
+from qflow_client.forks import after_fork_in_child, close_in_children, replace_copy
 from qflow_client.guard import LOOPS
 from qflow_client.logs import log
 from qflow_client.skin import GOOD_BYE, TLS_WRITE_CHUNK, WRITE_CHUNK
@@ -483,7 +483,7 @@ async def _connected(
         found, limit = order_addresses(found)
     for family, kind, protocol, _, address in found:
         sock = socket.socket(family, kind, protocol)
-        _sockets.add(sock)
+        close_in_children(sock)
         try:
             sock.setblocking(False)
             async with asyncio.timeout(limit if limit < math.inf else None):
@@ -506,14 +506,11 @@ async def _connected(
     )
 
 
-# All transports and sockets, even of connections that are still being established. A forked child closes its copies.
+# All transports, even of connections that are still being established. A forked child closes its copies.
 _transports: weakref.WeakSet[TapTransport] = weakref.WeakSet()
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    for sock in tuple(_sockets):
-        replace_copy(sock.fileno())
     for transport in tuple(_transports):
         transport.forget()
 

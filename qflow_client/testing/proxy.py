@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import pamqp.base
 import pamqp.frame
 
+from qflow_client.forks import close_in_children
 from qflow_client.testing.node import HOST, free_port
 from qflow_client.testing.relay import NO_RULES, Direction, ProxiedConnection, Relay, Relays
 
@@ -205,6 +206,7 @@ class FaultProxy:
             listener.close()
             raise
         self._listener = listener
+        close_in_children(listener)
         self._accept_on(listener)
 
     def _accept_on(self, listener: socket.socket) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 from qflow_client.broker.core.logs import get_logger
+from qflow_client.forks import close_in_children
 
 __all__ = ["Listener", "cannot_listen"]
 
@@ -86,6 +87,7 @@ class Listener:
             # This machine does not support the address family.
             return
         self._sockets.append(listener)
+        close_in_children(listener)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -123,6 +125,7 @@ class Listener:
                     )
                 return
             accepted.setblocking(False)
+            close_in_children(accepted)
             task = loop.create_task(self._open(accepted))
             self._opening[task] = None
             task.add_done_callback(partial(self._opened, accepted))

@@ -7,6 +7,7 @@ broker, `Runner.changed` makes the waiting calls check their conditions again. `
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -42,6 +43,8 @@ class Runner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._loop_lock = threading.RLock()
+        # The process with the loop. A forked child has a copy of this object, but no thread that runs the loop.
+        self._pid = 0
         # The thread, and a future that ends the thread when its result is set. None if `run` did not start the loop.
         self._thread: threading.Thread | None = None
         self._stopped: asyncio.Future[None] | None = None
@@ -96,6 +99,7 @@ class Runner:
 
     def end(self, stop: _Step) -> None:
         """End the thread that `run` started. `stop` runs on the loop before the thread ends."""
+        self._check_process()
         loop, thread = self._loop, self._thread
         assert thread is not None
         if loop is not None:
@@ -111,6 +115,7 @@ class Runner:
         """Make `call` run functions on the running loop from now on."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
+        self._pid = os.getpid()
 
     def leave(self) -> None:
         """Make `call` run functions directly on the calling thread from now on."""
@@ -138,11 +143,20 @@ class Runner:
 
     def _post(self, function: Callable[[], None]) -> bool:
         """Schedule a function on the loop. On the loop itself, or if no loop runs, return False instead."""
+        self._check_process()
         with self._loop_lock:
             if self._loop is None or threading.get_ident() == self._loop_thread:
                 return False
             self._loop.call_soon_threadsafe(function)
             return True
+
+    def _check_process(self) -> None:
+        # Check this before any lock, because another thread may have held the lock during the fork.
+        if self._loop is not None and self._pid != os.getpid():
+            raise RuntimeError(
+                f"the broker runs in process {self._pid}, and this is process {os.getpid()}: a child process can only "
+                "connect to its url"
+            )
 
     def call_in_steps(self, steps: Iterator[object]) -> None:
         """Run steps on the loop, for at most about `SLICE` seconds in each iteration.

@@ -18,7 +18,8 @@ from pamqp import commands
 
 from qflow_client.broker import Broker, ChannelException, Policy, PolicyDefinition
 from qflow_client.broker.core import runner
-from tests.integration.producer.tools import Stopwatch
+from tests.integration.producer.processes import in_child, waiting_child
+from tests.integration.producer.tools import PATIENCE, Stopwatch
 
 
 def test_a_broker_listens_on_a_free_loopback_port_until_it_is_stopped():
@@ -623,3 +624,34 @@ def test_an_interrupt_while_a_broker_starts_also_ends_the_thread_of_the_broker(
     assert set(threading.enumerate()) <= before
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", broker.port))
+
+
+def test_a_forked_child_does_not_keep_the_sockets_of_a_broker_open():
+    with ExitStack() as stack:
+        broker = stack.enter_context(Broker())
+        address = ("127.0.0.1", broker.port)
+        with socket.create_connection(address, timeout=PATIENCE) as client:
+            broker.wait_until(lambda b: b.connection_count)
+            with waiting_child():
+                broker.drop_connections()
+                assert client.recv(1) == b""
+                stack.close()
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection(address, timeout=PATIENCE)
+
+
+def test_the_methods_of_a_broker_raise_an_error_in_a_forked_child():
+    def check() -> None:
+        calls = (
+            lambda: broker.queues(),
+            lambda: broker.wait_until(lambda b: b.channels()),
+            lambda: broker.load_definitions(definitions),
+            lambda: broker.__exit__(None, None, None),
+        )
+        for call in calls:
+            with pytest.raises(RuntimeError, match=r"the broker runs in process .* connect to its url"):
+                call()
+
+    with Broker() as broker:
+        definitions = broker.definitions()
+        in_child(check)

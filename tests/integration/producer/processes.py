@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -95,3 +96,21 @@ def in_child(check: Callable[[], object]) -> None:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     assert codes == [0]
+
+
+@contextmanager
+def waiting_child() -> Iterator[None]:
+    """Fork a child, which does nothing until the end of the block. The block begins after the hooks of the fork."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover  # the counts are lost with the child
+        ours.close()
+        theirs.send(b"1")
+        theirs.recv(1)
+        os._exit(0)
+    try:
+        with ours, theirs:
+            ours.recv(1)
+            yield
+    finally:
+        os.waitpid(pid, 0)

@@ -16,6 +16,7 @@ import pytest
 from qflow_client.testing import proxy as proxy_module
 from qflow_client.testing.proxy import FaultProxy
 from qflow_client.testing.relay import End
+from tests.integration.producer.processes import waiting_child
 
 PATIENCE = 20.0
 FLOW = pamqp.frame.marshal(pamqp.commands.Channel.Flow(False), 1)
@@ -147,6 +148,18 @@ def test_the_fault_reset_resets_the_connections_of_both_sides(dial, proxy):
     client, broker = dial()
     proxy.reset()
     assert (ends(client), ends(broker)) == ("reset", "reset")
+
+
+def test_a_forked_child_does_not_keep_the_sockets_of_a_proxy_open(dial, proxy):
+    for fault, end in ((proxy.cut, "end"), (proxy.reset, "reset")):
+        client, broker = dial()
+        with waiting_child():
+            fault()
+            assert ends(client) == ends(broker) == end
+    with waiting_child():
+        proxy.refuse()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE)
 
 
 def test_a_proxy_fault_can_apply_to_one_connection_only(dial, proxy):
