@@ -7,9 +7,10 @@ import inspect
 import weakref
 from collections.abc import Awaitable, Callable
 from ssl import SSLContext
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import aio_pika.connection as _aio_pika
+from aio_pika.abc import AbstractConnection
 from aio_pika.exceptions import ConnectionClosed
 from yarl import URL
 
@@ -25,6 +26,8 @@ __all__ = ["Connection", "connect"]
 
 # Maximum size of the setting `name` in bytes.
 _NAME_SIZE = 255
+
+_ConnectionT = TypeVar("_ConnectionT", bound=AbstractConnection)
 
 
 def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[ProducerSettings, URL, dict[str, Any]]:
@@ -56,6 +59,15 @@ class Connection(TappedConnection):
     _drop_in = AIO_PIKA
 
     flow_settings: ProducerSettings
+
+    if TYPE_CHECKING:
+        # aio-pika's method, which makes a channel of `CHANNEL_CLASS`.
+        def channel(
+            self,
+            channel_number: int | None = None,
+            publisher_confirms: bool = True,
+            on_return_raises: bool = False,
+        ) -> Channel: ...
 
     def __init__(
         self,
@@ -90,6 +102,12 @@ class Connection(TappedConnection):
                 flow.ended()
 
 
+@overload
+async def connect(
+    url: URL | str | None = None, *, connection_class: type[_ConnectionT], **keywords: Any
+) -> _ConnectionT: ...
+@overload
+async def connect(url: URL | str | None = None, **keywords: Any) -> Connection: ...
 async def connect(url: Any = None, *, connection_class: Any = Connection, **keywords: Any) -> Any:
     """Connect like aio-pika. The URL's query and the keywords may also contain settings of flow control.
 

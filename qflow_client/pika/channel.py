@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from struct import Struct
 from threading import local
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pika.channel
 from pika import frame, spec
@@ -51,6 +51,29 @@ class Channel(pika.channel.Channel):
 
     # Set by pika's class.
     connection: Any
+
+    if TYPE_CHECKING:
+        # The callbacks get a channel of this class, and may name it in their annotations.
+        def add_on_close_callback(self, callback: Callable[[Channel, Exception], object]) -> None: ...
+        def add_on_return_callback(
+            self, callback: Callable[[Channel, spec.Basic.Return, spec.BasicProperties, bytes], object]
+        ) -> None: ...
+        def basic_get(
+            self,
+            queue: str,
+            callback: Callable[[Channel, spec.Basic.GetOk, spec.BasicProperties, bytes], object],
+            auto_ack: bool = False,
+        ) -> None: ...
+        def basic_consume(
+            self,
+            queue: str,
+            on_message_callback: Callable[[Channel, spec.Basic.Deliver, spec.BasicProperties, bytes], object],
+            auto_ack: bool = False,
+            exclusive: bool = False,
+            consumer_tag: str | None = None,
+            arguments: Mapping[str, Any] | None = None,
+            callback: Callable[[Any], object] | None = None,
+        ) -> str: ...
 
     def __init__(self, connection: Any, channel_number: int, on_open_callback: Any) -> None:
         super().__init__(connection, channel_number, on_open_callback)

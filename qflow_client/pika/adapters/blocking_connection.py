@@ -7,9 +7,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import pika.adapters.blocking_connection as _pika
@@ -206,6 +206,21 @@ class BlockingChannel(_pika.BlockingChannel):
     _puback_return: ReturnedMessage | None
     # Whether `basic_publish` returns before its message is confirmed. If so, later calls report failed messages.
     _is_pipelined = False
+
+    if TYPE_CHECKING:
+        # The callbacks get a channel of this class, and may name it in their annotations.
+        def add_on_return_callback(
+            self, callback: Callable[[BlockingChannel, spec.Basic.Return, spec.BasicProperties, bytes], object]
+        ) -> None: ...
+        def basic_consume(
+            self,
+            queue: str,
+            on_message_callback: Callable[[BlockingChannel, spec.Basic.Deliver, spec.BasicProperties, bytes], object],
+            auto_ack: bool = False,
+            exclusive: bool = False,
+            consumer_tag: str | None = None,
+            arguments: Mapping[str, Any] | None = None,
+        ) -> str: ...
 
     def __init__(self, channel_impl: Any, connection: Any) -> None:
         super().__init__(channel_impl, connection)
