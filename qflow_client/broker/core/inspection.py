@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Self
@@ -180,18 +181,28 @@ class InspectableBroker(EmbeddedBroker):
         Raises:
             TimeoutError: the condition did not become true; the text describes the queues and channels.
             RuntimeError: a task or the broker's loop called this method, which would block it; use `wait_until_async`.
+            TypeError: the predicate is a coroutine function.
         """
-        self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
+        self._runner.wait_until(lambda: self._is_true(predicate), self._describe, timeout)
 
     async def wait_until_async(self, predicate: Callable[[Self], object], timeout: float = 30.0) -> None:
         """Wait as `wait_until` does, but without blocking the running event loop, even if it is the broker's loop.
 
-        `predicate` may run on another thread.
+        `predicate` is a plain function, and may run on another thread.
 
         Raises:
             TimeoutError: the condition did not become true; the text describes the queues and channels.
+            TypeError: the predicate is a coroutine function.
         """
-        await self._runner.wait_until_async(lambda: predicate(self), self._describe, timeout)
+        await self._runner.wait_until_async(lambda: self._is_true(predicate), self._describe, timeout)
+
+    def _is_true(self, predicate: Callable[[Self], object]) -> object:
+        result = predicate(self)
+        if inspect.iscoroutine(result):
+            # A coroutine counts as true, so the wait would end immediately.
+            result.close()
+            raise TypeError("the predicate is a coroutine function, which is not awaited; use a plain function")
+        return result
 
     async def wait_until_durable_async(self, *, topology_only: bool = False) -> None:
         """Wait until all durable changes made so far are on disk. Without a store, return immediately.

@@ -343,6 +343,16 @@ def test_a_cancelled_wait_until_async_ends_its_thread_so_that_the_event_loop_can
     assert watch.seconds < 30
 
 
+def test_a_coroutine_function_as_the_predicate_of_a_wait_raises_an_error(broker):
+    async def never(_: Broker) -> bool:
+        return False
+
+    with pytest.raises(TypeError, match="coroutine function"):
+        asyncio.run(broker.wait_until_async(never))
+    with pytest.raises(TypeError, match="coroutine function"):
+        broker.wait_until(lambda b: never(b))
+
+
 def test_many_threads_may_call_the_broker_concurrently(broker):
     broker.declare_queue("q")
 
