@@ -208,6 +208,8 @@ class VirtualHost:
         if self.queues.get(queue.name) is queue:
             del self.queues[queue.name]
         self.router.version += 1
+        # Otherwise the cached targets would keep the deleted queue in memory.
+        self.router.targets.clear()
         if queue.number and self._store is not None:
             self._store.queue_gone(queue.name)
         self.topology.unbind_everywhere(queue)

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 from pamqp import commands
 from pamqp.commands import Basic, Exchange, Queue
+
+from qflow_client.broker.core.queue import Queue as BrokerQueue
 
 CHANNEL_CLOSE = commands.Channel.Close
 
@@ -138,3 +142,12 @@ def test_an_exclusive_queue_of_another_connection_is_refused_with_405_as_on_rabb
     close = other.only(CHANNEL_CLOSE)
     assert (close.reply_code, close.reply_text.split()[0]) == (405, "RESOURCE_LOCKED")
     assert "'q'" in close.reply_text
+
+
+def test_a_deleted_queue_does_not_stay_in_memory_as_a_cached_destination(world, client):
+    for name in ("short-lived", "q"):
+        client.declare(name)
+        client.publish(routing_key=name)
+    client.call(1, Queue.Delete(queue="short-lived"), Queue.DeleteOk)
+    gc.collect()
+    assert "short-lived" not in [each.name for each in gc.get_objects() if isinstance(each, BrokerQueue)]
