@@ -1,4 +1,4 @@
-"""Refuses features of RabbitMQ that this broker does not have: priorities, and copies for the headers ``CC``, ``BCC``.
+"""Refuses features of RabbitMQ that this broker does not have: priorities, streams, and the headers ``CC``, ``BCC``.
 
 A request for any of these features closes the channel with 406. `docs/dialects.md` lists the features.
 """
@@ -28,11 +28,14 @@ def _is_set(arguments: Mapping[str, object], name: str) -> bool:
 
 
 def check_queue_arguments(queue: str, arguments: Mapping[str, object]) -> None:
-    """Raise `ChannelException` 406 if a new queue has priorities."""
+    """Raise `ChannelException` 406 if a new queue has priorities, or is a stream."""
     if _is_set(arguments, "x-max-priority"):
         raise _refuse(
             f"queue '{queue}'", "x-max-priority: this broker has no priorities; declare a queue for each priority"
         )
+    if arguments.get("x-queue-type") == "stream":
+        # In any other queue, the messages that one reader acknowledges are lost for the other readers.
+        raise _refuse(f"queue '{queue}'", "x-queue-type: this broker has no streams; declare another type of queue")
 
 
 def check_consumer_arguments(queue: str, arguments: Mapping[str, object]) -> None:

@@ -21,6 +21,13 @@ def test_declaring_a_queue_with_x_max_priority_is_refused_with_406(world, client
     assert world.host.queues == {}
 
 
+def test_declaring_a_stream_is_refused_with_406_but_other_types_of_queues_are_accepted(world, client):
+    client.declare("q", arguments={"x-queue-type": "quorum"})
+    client.send(1, Queue.Declare(queue="s", arguments={"x-queue-type": "stream"}))
+    client.check_close(CHANNEL_CLOSE, 406, "queue 's': x-queue-type")
+    assert list(world.host.queues) == ["q"]
+
+
 @pytest.mark.parametrize("value", [1, -1, True, "x", None])
 def test_a_consumer_priority_is_refused_with_406(world, client, value):
     client.declare()
