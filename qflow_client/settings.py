@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Any, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.errors import SettingsError
@@ -391,6 +391,10 @@ class ProducerSettings:
     outbox_path: str | None = field(init=False, repr=False, compare=False)
     # The names of the explicitly given settings, even if a value is the default.
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    if TYPE_CHECKING:
+        # The members of enums may be given as text, as in the keywords of a producer.
+        def __init__(self, *, url: str | Sequence[str] = ..., **settings: Unpack[SettingsKeywords]) -> None: ...
 
     def __new__(cls, **arguments: Any) -> ProducerSettings:
         """Record the explicitly given settings, because only these have precedence over the URL and the environment."""

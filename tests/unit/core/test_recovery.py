@@ -147,7 +147,7 @@ def test_nacked_messages_are_retried_unless_on_refused_is_fail_or_confirms_are_o
     assert pauses is not None
     pauses.begin(0.0)
     assert [pauses.pause(0.0) for _ in range(3)] == [2.0, 3.0, 3.0]
-    assert retries(ProducerSettings(on_refused="fail")) is None  # type: ignore[arg-type]
+    assert retries(ProducerSettings(on_refused="fail")) is None
     assert retries(ProducerSettings(confirms=False)) is None
 
 
@@ -169,7 +169,7 @@ def look(
 def test_E15_with_host_order_shuffled_each_producer_has_the_same_hosts_in_a_random_order() -> None:
     hosts = [f"amqp://host{number}/" for number in range(20)]
     assert hosts_in_order(ProducerSettings(url=hosts)) == tuple(hosts)
-    orders = {hosts_in_order(ProducerSettings(url=hosts, host_order="shuffled")) for _ in range(5)}  # type: ignore[arg-type]
+    orders = {hosts_in_order(ProducerSettings(url=hosts, host_order="shuffled")) for _ in range(5)}
     assert len(orders) > 1
     assert all(sorted(order) == sorted(hosts) for order in orders)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qflow_client import AsyncProducer, Producer, Queue, Topology
+from qflow_client import AsyncProducer, Producer, ProducerSettings, Queue, Topology
 
 
 def threads(producer: Producer) -> None:
@@ -12,6 +12,9 @@ def threads(producer: Producer) -> None:
     Producer("amqp://host/", on_flow="print")  # type: ignore[arg-type]
     Producer("amqp://host/", credentials="token")  # type: ignore[arg-type]
     Producer("amqp://host/", declare=["orders"])  # type: ignore[arg-type]
+    Producer(settings=ProducerSettings(url=["amqp://a/", "amqp://b/"], on_blocked="failover"))
+    ProducerSettings(on_blocked="fail")  # type: ignore[arg-type]
+    ProducerSettings(capcity=5)  # type: ignore[call-arg]
     producer.send({"number": 1})  # type: ignore[arg-type]
     producer.send(b"body", key="orders")  # type: ignore[call-arg]
     producer.flush("5")  # type: ignore[arg-type]
