@@ -498,8 +498,10 @@ class _Metrics:
             if observer in self._observers:
                 self._observers.remove(observer)
                 observer.record()
+                # Without an SDK, counts of 0 were never read. They would use memory for each name and address.
+                keeps_zeros = self.has_sdk
                 for name, _, _, read in _COUNTERS:
-                    _add(self._past[name], read(observer))
+                    _add(self._past[name], (point for point in read(observer) if point[0] or keeps_zeros))
 
     def forget(self) -> None:
         """Forget the observers in a forked child, because the producers and their counts belong to the parent."""
