@@ -102,8 +102,7 @@ class Keeper:
         """
         self._thread = DiskThread("qflow-store")
         try:
-            store = self._store = await self._run(self._open)
-            await self._recover(store)
+            await self._recover(await self._run(self._open))
         except BaseException:
             await self._end()
             raise
@@ -112,7 +111,9 @@ class Keeper:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *values)
 
     def _open(self) -> Store:
-        return Store(self._path, synchronous=self._synchronous)
+        # Keep the store here, so that `_end` closes it even if `start` was cancelled meanwhile.
+        self._store = Store(self._path, synchronous=self._synchronous)
+        return self._store
 
     async def _recover(self, store: Store) -> None:
         found = await self._run(store.topology)

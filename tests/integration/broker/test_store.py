@@ -566,6 +566,32 @@ declaring.join()
     assert (process.returncode, out) == (0, "store: the broker ended before the change was on disk\n"), err
 
 
+def test_a_cancelled_start_closes_the_store_that_it_was_opening(tmp_path, monkeypatch):
+    is_open, is_cancelled, is_closed = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowStore(Store):
+        def __init__(self, path, *, synchronous):
+            super().__init__(path, synchronous=synchronous)
+            is_open.set()
+            is_cancelled.wait()
+
+        def close(self):
+            super().close()
+            is_closed.set()
+
+    async def main():
+        starting = asyncio.create_task(Broker(store=tmp_path / "store").__aenter__())
+        await asyncio.to_thread(is_open.wait)
+        starting.cancel()
+        asyncio.get_running_loop().call_soon(is_cancelled.set)
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    monkeypatch.setattr(keeper, "Store", SlowStore)
+    asyncio.run(main())
+    assert is_closed.is_set()
+
+
 def test_without_a_store_no_file_is_written_and_no_thread_is_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # The thread of an earlier test may still be ending.
