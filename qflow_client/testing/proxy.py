@@ -151,11 +151,15 @@ class FaultProxy:
     def __enter__(self) -> Self:
         if self._started.done():
             raise RuntimeError("this proxy has run already; make a new FaultProxy")
-        self._thread.start()
         try:
+            self._thread.start()
             self._started.result()
         except BaseException:
-            self._thread.join()
+            # If the start has failed, or has not finished yet, `_main` ends the thread. Otherwise end the thread here.
+            if not self._started.cancel() and self._started.exception() is None:
+                self.__exit__()
+            if self._thread.ident is not None:
+                self._thread.join()
             raise
         return self
 
@@ -175,10 +179,13 @@ class FaultProxy:
             self._listen()
         except BaseException as error:
             self._loop = None
-            self._started.set_exception(error)
+            if self._started.set_running_or_notify_cancel():
+                self._started.set_exception(error)
             return
-        self._started.set_result(None)
-        await self._stopping.wait()
+        # The future is cancelled if Ctrl-C has interrupted `__enter__`.
+        if self._started.set_running_or_notify_cancel():
+            self._started.set_result(None)
+            await self._stopping.wait()
         with self._loop_lock:
             self._loop = None
         for schedule in self._schedules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import socket
 import struct
 import threading
@@ -148,6 +149,32 @@ def test_the_fault_reset_resets_the_connections_of_both_sides(dial, proxy):
     client, broker = dial()
     proxy.reset()
     assert (ends(client), ends(broker)) == ("reset", "reset")
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("listens", [False, True])
+def test_an_interrupt_while_a_proxy_starts_also_ends_the_thread_of_the_proxy(monkeypatch, listens):
+    listen = FaultProxy._listen
+
+    def listen_interrupted(proxy):
+        if listens:
+            listen(proxy)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if not listens:
+            listen(proxy)
+
+    monkeypatch.setattr(FaultProxy, "_listen", listen_interrupted)
+    proxy, before = FaultProxy("localhost:1"), set(threading.enumerate())
+    # A shell starts background jobs with SIGINT ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            proxy.__enter__()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", proxy._port))
 
 
 def test_a_forked_child_does_not_keep_the_sockets_of_a_proxy_open(dial, proxy):
