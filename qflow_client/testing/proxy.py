@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -140,6 +141,8 @@ class FaultProxy:
         # The loop for calls from other threads; None while the loop accepts no calls. `_loop_lock` protects the value.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.RLock()
+        # The process with the loop. A forked child has a copy of this object, but no thread that runs the loop.
+        self._pid = 0
         self._thread = threading.Thread(target=self._run, name="qflow-proxy", daemon=True)
         self._started: Future[None] = Future()
         self._stopping: asyncio.Event | None = None
@@ -175,6 +178,7 @@ class FaultProxy:
     async def _main(self) -> None:
         self._loop = self._running = self._relays.loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
+        self._pid = os.getpid()
         try:
             self._listen()
         except BaseException as error:
@@ -264,6 +268,8 @@ class FaultProxy:
 
     def _call(self, function: Callable[[], _Result]) -> _Result:
         """Run a function on the proxy's loop, and return its result. On the loop's own thread, run it directly."""
+        if self._loop is not None and self._pid != os.getpid():
+            raise RuntimeError(f"the proxy runs in process {self._pid}, and this is process {os.getpid()}")
         done: Future[_Result] = Future()
 
         def run() -> None:

@@ -17,7 +17,7 @@ import pytest
 from qflow_client.testing import proxy as proxy_module
 from qflow_client.testing.proxy import FaultProxy
 from qflow_client.testing.relay import End
-from tests.integration.producer.processes import waiting_child
+from tests.integration.producer.processes import in_child, waiting_child
 
 PATIENCE = 20.0
 FLOW = pamqp.frame.marshal(pamqp.commands.Channel.Flow(False), 1)
@@ -149,6 +149,15 @@ def test_the_fault_reset_resets_the_connections_of_both_sides(dial, proxy):
     client, broker = dial()
     proxy.reset()
     assert (ends(client), ends(broker)) == ("reset", "reset")
+
+
+def test_the_methods_of_a_proxy_raise_an_error_in_a_forked_child(proxy):
+    def check() -> None:
+        for call in (proxy.cut, proxy.stall, lambda: proxy.connections):
+            with pytest.raises(RuntimeError, match="the proxy runs in process"):
+                call()
+
+    in_child(check)
 
 
 @pytest.mark.timeout(10)
