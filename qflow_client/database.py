@@ -210,8 +210,9 @@ class LockFile:
             where = "" if str(self.path) in words else f": {self.path}"
             raise error(f"{path}: {words}{where}") from failure
         try:
-            is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
-            content = os.pread(self._descriptor, 100, 0) if is_file else None
+            #: The locked file. If the path has another file later, that is not this lock.
+            self.opened = os.fstat(self._descriptor)
+            content = os.pread(self._descriptor, 100, 0) if stat.S_ISREG(self.opened.st_mode) else None
             if content is None or not _LOCK.fullmatch(content):
                 # Do not write to the file, because it may belong to another program.
                 raise error(f"{path}: {self.path} is not a lock file of qflow_client; move it away")
@@ -219,12 +220,16 @@ class LockFile:
                 lock(self._descriptor)
             except BlockingIOError:
                 holder = os.pread(self._descriptor, 100, 0).decode(errors="replace").strip() or "unknown"
-                whose = "in this process" if holder == str(os.getpid()) else f"in process {holder}"
+                # Do not compare process ids, because processes in different containers may have the same id.
+                is_own = any(each.path == self.path and not each.released for each in tuple(_lock_files))
+                whose = "in this process" if is_own else f"in process {holder}"
                 raise in_use(f"{path} is used by {told[0]} {whose}; {told[1]}") from None
             except OSError as failure:
                 raise error(f"{path}: it cannot be locked: {failure.strerror}") from failure
-            # The spaces overwrite the end of a longer process id, so the file need not be truncated.
-            os.pwrite(self._descriptor, f"{os.getpid():<20}".encode(), 0)
+            # The spaces overwrite the end of a longer process id, so the file need not be truncated. The lock works
+            # without the id, for which a full disk has no room.
+            with suppress(OSError):
+                os.pwrite(self._descriptor, f"{os.getpid():<20}".encode(), 0)
             self._pid = os.getpid()
             self.released = False
             _lock_files.add(self)

@@ -125,7 +125,10 @@ def open_to_look(path: str | os.PathLike[str]) -> Iterator[Database]:
 
 def state(file: Database) -> tuple[int, int]:
     """Return the last assigned sequence, and the sequence up to which held messages may be sent."""
-    ((last, permitted),) = file.rows("SELECT last, permitted FROM state")
+    rows = file.rows("SELECT last, permitted FROM state")
+    if [tuple(map(type, row)) for row in rows] != [(int, int)]:
+        raise OutboxError(f"{file.path} is damaged: its table 'state' has the rows {rows!r:.100}")
+    ((last, permitted),) = rows
     return max(last, file.one("SELECT max(sequence) FROM message") or 0), permitted
 
 
@@ -148,7 +151,7 @@ def read_positions(file: Database) -> dict[str, int | str | None]:
     for source, kind, value in rows:
         try:
             name = source.decode()
-        except UnicodeDecodeError as error:
+        except (AttributeError, UnicodeDecodeError) as error:  # damage may also turn a name into NULL
             raise OutboxError(f"{file.path}: the name of a source is damaged: {source!r}: {error}") from error
         found[name] = None
         if kind == "integer":
@@ -232,6 +235,17 @@ def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
     return (*names, message)
 
 
+def _rows(file: Database, after: int, limit: int, only: str = "") -> list[Any]:
+    """Return the rows of messages after a sequence. Raise an `OutboxError` if damage has changed their order."""
+    rows = file.rows(_READ.format(only), after, limit)
+    for row in rows:
+        # Otherwise the next read could return the same messages again, without end.
+        if row[0] <= after:
+            raise OutboxError(f"{file.path} is damaged: message {row[0]} comes after message {after}")
+        after = row[0]
+    return rows
+
+
 def read(
     file: Database, after: int, limit: int, written: tuple[int, int], only: str = ""
 ) -> tuple[list[StoredMessage], dict[int, str]]:
@@ -246,7 +260,7 @@ def read(
     found: list[StoredMessage] = []
     damaged: dict[int, str] = {}
     while (wanted := limit - len(found)) > 0:
-        rows = file.rows(_READ.format(only), after, wanted)
+        rows = _rows(file, after, wanted, only)
         for row in rows:
             sequence, size, held, at = row[:4]
             try:
@@ -269,14 +283,14 @@ def look(file: Database, after: int, limit: int) -> list[StoredMessage]:
 
 
 def _look(file: Database, after: int, limit: int) -> tuple[list[StoredMessage], dict[int, str]]:
-    return read(file, after, limit, (_EVER, file.one("SELECT permitted FROM state")))
+    return read(file, after, limit, (_EVER, state(file)[1]))
 
 
 def look_damaged(file: Database) -> dict[int, str]:
     """Return, by sequence, the reason for each message that is damaged, or was set aside as damaged."""
     damaged: dict[int, str] = {}
     after = -1
-    while rows := file.rows(_READ.format(""), after, _LOOKED_AT):
+    while rows := _rows(file, after, _LOOKED_AT):
         after = rows[-1][0]
         for row in rows:
             try:

@@ -61,6 +61,25 @@ _MAX_BYTES = 1 << 30
 _T = TypeVar("_T")
 
 
+def _is_at(path: Path, opened: os.stat_result) -> bool:
+    """Return whether a path still has the file that was opened there. Return True if this is not known."""
+    try:
+        return os.path.samestat(path.stat(), opened)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def _check_name(path: Path) -> None:
+    """Reject a file with several names: producers that use different names have different locks and `-wal` files."""
+    if path.is_file() and (path.stat().st_nlink > 1 or os.path.ismount(os.path.realpath(path))):
+        raise OutboxError(
+            f"{path} has several hard links, or is a mount point, so two producers could overwrite messages of each "
+            "other; give the file one name, and mount its directory instead of the file"
+        )
+
+
 def _deadline(timeout: float | None) -> float:
     return math.inf if timeout is None else time.monotonic() + timeout
 
@@ -109,6 +128,7 @@ class Outbox:
         )
         with ExitStack() as after_error:
             after_error.callback(self._lock_file.release)
+            _check_name(self.path)
             self._file = outboxfile.open_file(self.path, synchronous=synchronous, timeout=timeout)
             # After an error, close the file at once. Otherwise only the garbage collector would close it.
             after_error.callback(self._file.close)
@@ -204,7 +224,9 @@ class Outbox:
         else:
             message = payload if isinstance(payload, Message) else Message(payload)
             header, body = content_header(message, identity), message.body
-        size = len(header) + len(body) + len(exchange) + len(routing_key) + _ROW
+        # A name that cannot be encoded must raise an error here: otherwise every later commit would fail.
+        names = len(encode_short_string(exchange, "exchange")) + len(encode_short_string(routing_key, "routing_key"))
+        size = len(header) + len(body) + names - 2 + _ROW
         at = self.wall_time(time.monotonic())
         row = 0 if permit else outboxfile.HELD, at, exchange, routing_key, header, body
         sequence = self._noted.put(size, None if overdraw else self.max_bytes, row, position)
@@ -313,15 +335,12 @@ class Outbox:
         # SQLite itself would continue to write to a deleted file.
         if self._is_gone():
             raise OutboxError(f"{self.path}: the file was deleted, moved or replaced while it is in use")
+        if not _is_at(self._lock_file.path, self._lock_file.opened):
+            # Another producer may have opened the outbox, and may assign the same sequences.
+            raise OutboxError(f"{self._lock_file.path} was deleted or replaced; close this producer, and make another")
 
     def _is_gone(self) -> bool:
-        try:
-            return not os.path.samestat(self.path.stat(), self._opened)
-        except FileNotFoundError:
-            return True
-        except OSError:
-            # It is not known whether the file exists.
-            return False
+        return not _is_at(self.path, self._opened)
 
     def read(self, after: int = 0, limit: int = 1000, max_bytes: int | None = None) -> list[StoredMessage]:
         """Commit, and then return messages that are not settled, in order.

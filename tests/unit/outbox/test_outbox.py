@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import subprocess
@@ -20,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qflow_client import Message, Outbox, OutboxError, OutboxFull, OutboxInUse, StoredMessage
 from qflow_client.database import LockFile
+from qflow_client.files import lock
 from qflow_client.message import REPUBLISHED
 from tests.effort import rounds
 from tests.unit.messages import PROPERTIES
@@ -211,6 +213,10 @@ def test_putting_a_message_that_amqp_cannot_carry_into_the_outbox_raises_an_erro
             outbox.put(Message(b"", headers={"k": object()}), "", "q", "id")
         with pytest.raises(ValueError, match="message_id"):
             outbox.put(b"", "", "q", "i" * 256)
+        with pytest.raises(ValueError, match="exchange cannot be encoded"):
+            outbox.put(b"", "\ud800", "q", "id")
+        with pytest.raises(ValueError, match="routing_key has 256 bytes"):
+            outbox.put(b"", "", "q" * 256, "id")
         assert (outbox.last, len(outbox), outbox.size) == (0, 0, 0)
 
 
@@ -475,6 +481,54 @@ def test_a_second_process_cannot_open_the_outbox_until_the_first_process_is_dead
         Outbox(path).close()
 
 
+def test_a_process_of_another_container_with_the_same_process_id_is_not_called_this_process(path: Path) -> None:
+    with path.with_name(f"{path.name}-lock").open("w+b") as other:
+        other.write(b"%d" % os.getpid())
+        other.flush()
+        lock(other)
+        with pytest.raises(OutboxInUse, match=f"is used by another producer in process {os.getpid()}"):
+            Outbox(path)
+
+
+def test_a_full_disk_that_has_no_room_for_the_process_id_does_not_prevent_a_lock(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", write)
+    with Outbox(path), pytest.raises(OutboxInUse):
+        Outbox(path)
+
+
+def test_an_outbox_whose_lock_file_was_deleted_writes_no_message(path: Path) -> None:
+    outbox = Outbox(path)
+    path.with_name(f"{path.name}-lock").unlink()
+    with Outbox(path) as other:
+        put(outbox, b"1")
+        put(other, b"2")
+        with pytest.raises(OutboxError, match="outbox-lock was deleted or replaced; close this producer"):
+            outbox.commit()
+        with pytest.raises(OutboxError, match="was deleted or replaced"):
+            outbox.close()
+        assert [stored.message.body for stored in outbox.unwritten().values()] == [b"1"]
+        assert bodies(other) == [b"2"]
+
+
+def test_a_file_with_hard_links_or_a_file_that_is_a_mount_point_is_not_opened_as_an_outbox(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(path)
+    with Outbox(path):
+        (tmp_path / "other").hardlink_to(path)
+        with pytest.raises(OutboxError, match="other has several hard links, or is a mount point"):
+            Outbox(tmp_path / "other")
+    (tmp_path / "other").unlink()
+    monkeypatch.setattr("os.path.ismount", os.path.realpath(path).__eq__)
+    with pytest.raises(OutboxError, match="link has several hard links, or is a mount point"):
+        Outbox(tmp_path / "link")
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 def test_a_forked_child_cannot_use_the_outbox_of_its_parent_and_does_not_keep_the_lock(path: Path) -> None:
     outbox = Outbox(path)
@@ -629,6 +683,33 @@ def test_a_damaged_message_in_the_outbox_is_moved_aside_and_all_others_are_read(
     assert Outbox.look_damaged(path) == {}
     with pytest.raises(OutboxError, match="message 2 is no longer in the outbox"):
         Outbox.find(path, 2)
+
+
+def test_damage_that_changes_the_order_of_messages_raises_an_error_and_no_message_is_read_twice(path: Path) -> None:
+    with Outbox(path) as outbox:
+        put(outbox, b"1", b"2", b"3")
+    content = bytearray(path.read_bytes())
+    # The last message is the first in the page. 19 bytes before its exchange and routing key is its sequence.
+    at = content.index(b"ek") - 19
+    assert content[at] == 3
+    content[at] = 1
+    path.write_bytes(content)
+    with Outbox(path) as outbox, pytest.raises(OutboxError, match="is damaged: message 1 comes after message 2"):
+        outbox.read()
+    with pytest.raises(OutboxError, match="is damaged: message 1 comes after message 2"):
+        Outbox.look_damaged(path)
+
+
+@pytest.mark.parametrize("damage", ["DELETE FROM state", "CREATE TABLE new AS SELECT NULL AS last, 0 AS permitted"])
+def test_opening_an_outbox_with_a_damaged_state_raises_an_error(path: Path, damage: str) -> None:
+    Outbox(path).close()
+    change(path, damage)
+    if damage.startswith("CREATE"):
+        change(path, "DROP TABLE state")
+        change(path, "ALTER TABLE new RENAME TO state")
+    for use in (Outbox, Outbox.look):
+        with pytest.raises(OutboxError, match="is damaged: its table 'state' has the rows"):
+            use(path)
 
 
 def test_a_message_moved_aside_as_damaged_stays_aside_even_if_it_becomes_readable_again(path: Path) -> None:

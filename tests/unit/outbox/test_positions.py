@@ -247,6 +247,10 @@ def test_E13_opening_an_outbox_with_a_damaged_source_name_raises_an_error(path: 
     change(path, "UPDATE position SET source = CAST(x'ff' AS TEXT)")
     with pytest.raises(OutboxError, match="the name of a source is damaged: b'\\\\xff'"):
         Outbox(path)
+    change(path, "DROP TABLE position")
+    change(path, "CREATE TABLE position AS SELECT NULL AS source, 1 AS value")
+    with pytest.raises(OutboxError, match="the name of a source is damaged: None"):
+        Outbox(path)
 
 
 # Messages with positions.
