@@ -23,6 +23,7 @@ from typing import Any
 from aiormq import AMQPConnectionError, TransportFactory
 from yarl import URL
 
+from qflow_client.aio.threads import call_on_thread
 from qflow_client.amqp.frames import CHANNEL_CLOSE, CONNECTION_UNBLOCKED, METHOD_FRAME, FrameError, frame
 from qflow_client.amqp.tap import Tap
 from qflow_client.forks import after_fork_in_child, close_in_children, replace_copy
@@ -478,7 +479,8 @@ async def _connected(
 ) -> socket.socket:
     """Try the addresses of a host one by one. Record each socket, so that a forked child can close its copy."""
     failures: list[OSError] = []
-    found, limit = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), math.inf
+    resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found, limit = await call_on_thread(resolve, "qflow-getaddrinfo"), math.inf
     if order_addresses is not None and len(found) > 1:
         found, limit = order_addresses(found)
     for family, kind, protocol, _, address in found:

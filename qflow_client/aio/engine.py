@@ -23,6 +23,7 @@ from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
 from qflow_client.aio.dispatcher import Dispatcher
 from qflow_client.aio.link import Link
 from qflow_client.aio.receipt import AsyncReceipt, wake_in_its_loop
+from qflow_client.aio.threads import call_on_thread
 from qflow_client.aio.turn import Turns, Waiter
 from qflow_client.core import calls
 from qflow_client.core.calls import Call
@@ -207,14 +208,19 @@ class Engine(BaseEngine):
     async def _open_outbox(self) -> None:
         # Import these modules only for an outbox, because they load SQLite.
         from qflow_client.aio.outbox import Commits, SpilledReceipt
-        from qflow_client.outbox.storage import Storage
+        from qflow_client.outbox.errors import OutboxError
+        from qflow_client.outbox.storage import GRACE, Storage
 
         assert self.loop is not None
         storage = Storage(self.settings)
         self._commits = commits = Commits(self.loop, storage)
-        opening = self.loop.run_in_executor(None, storage.open)
+        opening = call_on_thread(storage.open, f"qflow-outbox-open {self.settings.name}")
         try:
-            await asyncio.wait((opening,))
+            # If another process has locked the file, `open` itself ends after `connect_timeout`.
+            await asyncio.wait((opening,), timeout=self.settings.connect_timeout + GRACE)
+            if not opening.done():
+                patience = f"{self.settings.connect_timeout:.3g} s"
+                raise OutboxError(f"{self.settings.outbox_path}: the disk has not answered within {patience}")
             opening.result()
             if self.ended:
                 raise ProducerClosed(CLOSED)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import socket
 import ssl
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ from qflow_client.logs import flush_logs
 from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Proxy, Wire, bodies, ends_within, takes
 
-from .tools import held, in_line, kinds, soon
+from .tools import Run, held, in_line, kinds, soon
 
 
 def channels(broker: Broker) -> list[int]:
@@ -50,6 +51,29 @@ async def test_a_connect_whose_shared_connection_is_closed_meanwhile_says_so_and
     await connection.close()
     with pytest.raises(ConnectionFailed, match="the connection is lost: it was closed"):
         await opening
+
+
+def test_E4_the_end_of_the_event_loop_does_not_wait_for_a_name_server_that_does_not_answer(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    ended: list[bool] = []
+
+    def resolve(*_: object, **_keywords: object) -> Any:
+        ended.append(answers.wait(PATIENCE))
+        raise OSError
+
+    monkeypatch.setattr("socket.getaddrinfo", resolve)
+
+    async def main() -> None:
+        with pytest.raises(ConnectionFailed, match=r"no answer within 0\.05 s"):
+            await AsyncProducer("amqp://shop.test", routing_key="q", connect_timeout=0.05).connect()
+
+    try:
+        run(main())
+        assert ended == []
+    finally:
+        answers.set()
 
 
 @pytest.mark.parametrize("robust", [False, True])

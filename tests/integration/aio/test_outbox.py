@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from qflow_client import AsyncProducer, FlowControlTimeout, Outbox, OutboxFull, Outcome, ProducerClosed
+from qflow_client import AsyncProducer, FlowControlTimeout, Outbox, OutboxError, OutboxFull, Outcome, ProducerClosed
 from qflow_client.aio.link import Link
 from qflow_client.broker import Broker
 from qflow_client.outbox.storage import Storage
@@ -151,6 +151,31 @@ async def test_E4_close_of_an_async_producer_needs_no_thread_of_the_executor_of_
     finally:
         event.set()
     await working
+
+
+def test_E4_connect_and_the_end_of_the_loop_do_not_wait_for_a_disk_that_does_not_answer(
+    run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, opened = threading.Event(), []
+    opens = Storage.open
+
+    def late(self: Storage) -> None:
+        opened.append(answers.wait(PATIENCE))
+        opens(self)
+
+    monkeypatch.setattr(Storage, "open", late)
+    monkeypatch.setattr("qflow_client.outbox.storage.GRACE", 0.0)
+
+    async def main() -> None:
+        producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox", connect_timeout=0.1)
+        with pytest.raises(OutboxError, match=r"outbox: the disk has not answered within 0\.1 s"):
+            await producer.connect()
+
+    try:
+        run(main())
+        assert opened == []
+    finally:
+        answers.set()
 
 
 def test_E4_a_cancelled_close_does_not_wait_for_a_disk_that_does_not_answer(
