@@ -484,7 +484,12 @@ async def _connected(
     if order_addresses is not None and len(found) > 1:
         found, limit = order_addresses(found)
     for family, kind, protocol, _, address in found:
-        sock = socket.socket(family, kind, protocol)
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:
+            # For example, the system does not support IPv6.
+            failures.append(error)
+            continue
         close_in_children(sock)
         try:
             sock.setblocking(False)

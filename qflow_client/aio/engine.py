@@ -498,7 +498,12 @@ class Engine(BaseEngine):
             if self.storage is not None:
                 # A separate executor, because all threads of the loop's executor may be in use.
                 executor = ThreadPoolExecutor(1, "qflow-outbox-close")
-                closing = asyncio.get_running_loop().run_in_executor(executor, self.storage.close, patience)
+                try:
+                    closing = asyncio.get_running_loop().run_in_executor(executor, self.storage.close, patience)
+                except RuntimeError:
+                    # No thread can be started. Without this call, the outbox would be in use until the process ends.
+                    self.storage.close(BRIEF)
+                    return
                 executor.shutdown(wait=False)
                 try:
                     # `Storage.close` returns within `patience` seconds, unless the disk does not answer.

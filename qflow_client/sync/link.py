@@ -239,7 +239,7 @@ class Link(ChannelIO):
                 # `open` does not wait, so this timer ends a try that takes too long.
                 self._next = self.services.call_later(self._settings.connect_timeout, self._time_is_up)
             self._connect()
-            self.services.run()
+            self._run_loop()
         except BaseException as error:
             # After any error, all waiting callers must get an error, and the connection must end.
             log(
@@ -258,6 +258,21 @@ class Link(ChannelIO):
             # Pass on the remaining events and receipts. Later ones are passed on by the thread that executes the step.
             self._after()
             self.services.close()
+
+    def _run_loop(self) -> None:
+        """Run pika's loop. If pika raises an error while it connects, only this try to connect fails.
+
+        For example, the process has no free file descriptor for a socket, or cannot start a thread for `getaddrinfo`.
+        """
+        while True:
+            try:
+                self.services.run()
+                return
+            except Exception as error:
+                if self._connection is None or self._is_open or self._cut_for is not None:
+                    raise
+                self._cut_for = _words(error), False
+                self._cut()
 
     def _connect(self) -> None:
         if self._upkeep.renewer is None:

@@ -143,6 +143,15 @@ class _TapSocket:
         self._sock.close()
 
 
+def _is_usable(address: Any) -> bool:
+    """Return False if this system does not support the family of an address, such as IPv6. pika would try no other."""
+    try:
+        socket.socket(*address[:3]).close()
+    except OSError as error:
+        return error.errno != errno.EAFNOSUPPORT
+    return True
+
+
 def _close_copy(sock: socket.socket) -> None:
     with suppress(OSError):
         os.close(sock.detach())
@@ -326,11 +335,14 @@ class TapIOServices(SelectorIOServicesAdapter):
     # pika calls the public methods below, except `forget`, `abort` and `untap`.
 
     def getaddrinfo(self, host: Any, port: Any, on_done: Callable[[Any], None], *args: Any, **keywords: Any) -> Any:
-        """Same as pika's method, but `order_addresses` sorts the addresses."""
+        """Same as pika's method, but without unusable addresses, and `order_addresses` sorts the addresses."""
 
         def done(found: Any) -> None:
-            if found and isinstance(found, list) and self.order_addresses is not None:
-                found = self.order_addresses(found)
+            if found and isinstance(found, list):
+                # Keep the addresses if none can be used. Then pika's error has the reason.
+                found = list(filter(_is_usable, found)) or found
+                if self.order_addresses is not None:
+                    found = self.order_addresses(found)
             on_done(found)
 
         return super().getaddrinfo(host, port, done, *args, **keywords)

@@ -153,6 +153,20 @@ async def test_E4_close_of_an_async_producer_needs_no_thread_of_the_executor_of_
     await working
 
 
+async def test_close_of_an_async_producer_frees_the_outbox_even_if_no_thread_can_be_started(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
+    await producer.connect()
+    with monkeypatch.context() as now:
+        now.setattr(threading.Thread, "start", start)
+        await producer.close()
+    Outbox(tmp_path / "outbox").close()
+
+
 def test_E4_connect_and_the_end_of_the_loop_do_not_wait_for_a_disk_that_does_not_answer(
     run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

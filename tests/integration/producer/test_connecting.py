@@ -202,6 +202,17 @@ def test_E15_an_address_that_accepts_and_sends_nothing_costs_one_connection_atte
     producer.send(b"", timeout=20).result(timeout=20)
 
 
+def test_E15_an_address_of_a_family_that_the_system_does_not_support_is_skipped(
+    broker: Broker, make_producer: Callable[..., Producer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve, unknown = socket.getaddrinfo, 255
+    with pytest.raises(OSError, match="not supported"):
+        socket.socket(unknown, socket.SOCK_STREAM)
+    found = [(unknown, socket.SOCK_STREAM, 0, "", ("::1", broker.port, 0, 0)), *resolve("127.0.0.1", broker.port)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **_keywords: found)
+    make_producer(SEVERAL).send(b"").result(timeout=20)
+
+
 def test_if_no_address_of_a_host_name_can_be_reached_the_error_shows_the_name(
     deaf: int, refused: int, name: Callable[..., None], make_producer: Callable[..., Producer]
 ) -> None:

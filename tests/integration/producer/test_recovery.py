@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -399,6 +401,38 @@ def test_a_connection_that_is_reset_right_after_it_opens_counts_as_a_failed_atte
             flows.wait_for(FlowEventKind.FLOWED)
             assert producer.send(b"1", timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED
     assert bodies(broker) == [b"1"]
+
+
+class _Full:
+    """The module `socket` of a process without a free file descriptor."""
+
+    def socket(self, *_arguments: Any) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def start_no_thread(_timer: threading.Timer) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "why"),
+    [
+        ("pika.adapters.utils.connection_workflow.socket", _Full(), "Too many open files"),
+        ("threading.Timer.start", start_no_thread, "can't start new thread"),
+    ],
+    ids=["descriptors", "threads"],
+)
+def test_a_producer_reconnects_after_the_process_had_no_free_descriptors_or_threads(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, where: str, what: Any, why: str
+) -> None:
+    with Producer(broker.url, routing_key="q", **FAST) as producer:  # type: ignore[arg-type]  # of one table
+        with monkeypatch.context() as now:
+            now.setattr(where, what)
+            with pytest.raises(ConnectionFailed, match=why):
+                Producer(broker.url, routing_key="q")
+            broker.drop_connections()
+            eventually(lambda: why in str(producer.health()))
+        assert producer.send(b"1", timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED
 
 
 def test_a_message_at_which_the_broker_drops_the_connection_is_settled_and_all_others_arrive_in_order(
