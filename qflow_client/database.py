@@ -21,8 +21,9 @@ from qflow_client.redaction import is_url, shown
 
 __all__ = ["BUSY", "Database", "LockFile"]
 
-# The exceptions of `sqlite3`. With a damaged file, Python may also fail to decode the text of SQLite's error.
-_FAILURES = (sqlite3.Error, UnicodeDecodeError)
+# The exceptions of `sqlite3`. With a damaged file, Python may also fail to decode the text of SQLite's error. SQLite's
+# error for a lack of memory is a `MemoryError`.
+_FAILURES = (sqlite3.Error, UnicodeDecodeError, MemoryError)
 #: Maximum seconds to wait for a file that another process has locked, if there is no earlier deadline.
 BUSY = 10.0
 # Seconds that SQLite waits for a lock, and seconds of the pause after this wait. Then the statement is repeated.
@@ -118,6 +119,10 @@ class Database:
                 "must open it again"
             )
 
+    def _failed(self, failure: Exception) -> QflowError:
+        # A `MemoryError` has no text.
+        return self._error(f"{self.path}: {str(failure) or type(failure).__name__}")
+
     def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
         self._check_process()
         try:
@@ -125,7 +130,7 @@ class Database:
         except _FAILURES as failure:
             if _is_locked(failure):
                 return self._execute_when_free(statement, values, failure)
-            raise self._error(f"{self.path}: {failure}") from failure
+            raise self._failed(failure) from failure
 
     def _execute_when_free(self, statement: str, values: Any, failure: Exception) -> sqlite3.Cursor:
         give_up_at = time.monotonic() + BUSY
@@ -137,20 +142,20 @@ class Database:
                 failure = error
                 if not _is_locked(failure):
                     break
-        raise self._error(f"{self.path}: {failure}") from failure
+        raise self._failed(failure) from failure
 
     def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
         self._check_process()
         try:
             self._file.executemany(statement, rows)
         except _FAILURES as failure:
-            raise self._error(f"{self.path}: {failure}") from failure
+            raise self._failed(failure) from failure
 
     def rows(self, statement: str, *values: object) -> list[Any]:
         try:
             return self.execute(statement, *values).fetchall()
         except _FAILURES as failure:
-            raise self._error(f"{self.path}: {failure}") from failure
+            raise self._failed(failure) from failure
 
     def one(self, statement: str, *values: object) -> Any:
         """Return the first value of the first row of a result, or ``None`` if there are no rows."""

@@ -304,6 +304,22 @@ def test_a_wait_for_the_disk_that_fails_raises_an_error_and_the_next_wait_retrie
         assert (len(outbox), outbox.size) == (1, outbox.read()[0].size)
 
 
+def test_a_lack_of_memory_in_sqlite_is_an_error_of_the_outbox_and_the_next_commit_retries_the_changes(
+    path: Path,
+) -> None:
+    class Full:
+        def execute(self, *_: object) -> None:
+            raise MemoryError
+
+    with Outbox(path) as outbox:
+        (one,) = put(outbox, b"1")
+        outbox._file._file, real = Full(), outbox._file._file  # type: ignore[assignment]
+        with pytest.raises(OutboxError, match="outbox: MemoryError"):
+            outbox.wait_durable(one)
+        outbox._file._file = real
+        assert bodies(outbox) == [b"1"]
+
+
 def test_a_wait_for_the_disk_removes_settled_messages_if_there_are_many(path: Path) -> None:
     with Outbox(path) as outbox:
         sequences = put(outbox, *(b"%d" % number for number in range(1000)))
