@@ -228,6 +228,9 @@ def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
     message = decode_message(header, body)
     if body_size(header) != len(body):
         raise FrameError(f"the body has {len(body)} bytes, but its content header says {body_size(header)}")
+    if max(len(exchange), len(routing_key)) > 255:
+        # Earlier versions of `Outbox.put` accepted such names.
+        raise FrameError("the exchange or routing key has more than 255 bytes, which AMQP cannot carry")
     try:
         names = exchange.decode(), routing_key.decode()
     except UnicodeDecodeError as error:

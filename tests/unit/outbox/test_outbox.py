@@ -655,6 +655,10 @@ DAMAGES = {
         "exchange = CAST(x'ff' AS TEXT)",
         "the exchange or routing key cannot be decoded: 'utf-8' codec",
     ),
+    "an exchange that is too long": (
+        "exchange = CAST(zeroblob(256) AS TEXT)",
+        "the exchange or routing key has more than 255 bytes",
+    ),
     "a size that is none": ("size = 'large'", "a column contains a value of another type"),
     "a time that is none": ("at = 'noon'", "a column contains a value of another type"),
     "a time before all dates": ("at = -1e300", "the time -1e+300 is no date"),
