@@ -125,11 +125,11 @@ def open_to_look(path: str | os.PathLike[str]) -> Iterator[Database]:
 
 def state(file: Database) -> tuple[int, int]:
     """Return the last assigned sequence, and the sequence up to which held messages may be sent."""
-    rows = file.rows("SELECT last, permitted FROM state")
-    if [tuple(map(type, row)) for row in rows] != [(int, int)]:
+    rows = file.rows("SELECT last, permitted, (SELECT coalesce(max(sequence), 0) FROM message) FROM state")
+    if len(rows) != 1 or not all(type(value) is int and 0 <= value < _EVER for value in rows[0]):
         raise OutboxError(f"{file.path} is damaged: its table 'state' has the rows {rows!r:.100}")
-    ((last, permitted),) = rows
-    return max(last, file.one("SELECT max(sequence) FROM message") or 0), permitted
+    last, permitted, found = rows[0]
+    return max(last, found), permitted
 
 
 def write_state(file: Database, last: int, permitted: int) -> None:

@@ -720,7 +720,14 @@ def test_damage_that_changes_the_order_of_messages_raises_an_error_and_no_messag
         Outbox.look_damaged(path)
 
 
-@pytest.mark.parametrize("damage", ["DELETE FROM state", "CREATE TABLE new AS SELECT NULL AS last, 0 AS permitted"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DELETE FROM state",
+        f"UPDATE state SET last = {(1 << 63) - 1}",
+        "CREATE TABLE new AS SELECT NULL AS last, 0 AS permitted",
+    ],
+)
 def test_opening_an_outbox_with_a_damaged_state_raises_an_error(path: Path, damage: str) -> None:
     Outbox(path).close()
     change(path, damage)
