@@ -7,6 +7,7 @@ import os
 import re
 import sqlite3
 import stat
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from qflow_client.errors import QflowError
 from qflow_client.files import lock, make_private, open_private, unlock
-from qflow_client.forks import after_fork_in_child
+from qflow_client.forks import after_fork_in_child, around_forks
 from qflow_client.redaction import is_url, shown
 
 __all__ = ["BUSY", "Database", "LockFile"]
@@ -29,6 +30,8 @@ BUSY = 10.0
 # Seconds that SQLite waits for a lock, and seconds of the pause after this wait. Then the statement is repeated.
 _BUSY_SLICE = 0.04
 _PAUSE = 0.01
+# Maximum seconds for which a fork waits for calls of SQLite on other threads.
+_FORK_PATIENCE = 1.0
 # SQLite's error codes for a locked file.
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_BUSY_RECOVERY)
 # A lock file is empty, or contains the id of the last process with the lock, or null bytes after a machine crash.
@@ -75,6 +78,10 @@ class Database:
         self.stop_at = math.inf
         self._error = error
         self._pid = os.getpid()
+        # Held during each call of SQLite. A fork during such a call could copy a locked mutex of SQLite into the child,
+        # which would then wait for it forever. Reentrant, because a signal handler may fork.
+        self._calling = threading.RLock()
+        _databases.add(self)
         uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
         try:
             if not read_only:
@@ -83,9 +90,10 @@ class Database:
         except OSError as failure:
             raise error(f"{self.path}: {failure.strerror}") from failure
         try:
-            self._file = sqlite3.connect(
-                uri, uri=True, timeout=_BUSY_SLICE, isolation_level=None, check_same_thread=False
-            )
+            with self._calling:
+                self._file = sqlite3.connect(
+                    uri, uri=True, timeout=_BUSY_SLICE, isolation_level=None, check_same_thread=False
+                )
         except sqlite3.Error as failure:
             raise error(f"{self.path}: {failure}") from failure
         try:
@@ -108,7 +116,7 @@ class Database:
                 self.execute("PRAGMA journal_mode = WAL")
                 self.execute(f"PRAGMA synchronous = {synchronous}")
         except BaseException:
-            self._file.close()
+            self.close()
             raise
         self.deadline = math.inf
 
@@ -126,7 +134,8 @@ class Database:
     def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
         self._check_process()
         try:
-            return self._file.execute(statement, values)
+            with self._calling:
+                return self._file.execute(statement, values)
         except _FAILURES as failure:
             if _is_locked(failure):
                 return self._execute_when_free(statement, values, failure)
@@ -137,7 +146,8 @@ class Database:
         while time.monotonic() < min(give_up_at, self.deadline, self.stop_at):
             time.sleep(_PAUSE)
             try:
-                return self._file.execute(statement, values)
+                with self._calling:
+                    return self._file.execute(statement, values)
             except _FAILURES as error:
                 failure = error
                 if not _is_locked(failure):
@@ -147,13 +157,16 @@ class Database:
     def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
         self._check_process()
         try:
-            self._file.executemany(statement, rows)
+            with self._calling:
+                self._file.executemany(statement, rows)
         except _FAILURES as failure:
             raise self._failed(failure) from failure
 
     def rows(self, statement: str, *values: object) -> list[Any]:
         try:
-            return self.execute(statement, *values).fetchall()
+            cursor = self.execute(statement, *values)
+            with self._calling:
+                return cursor.fetchall()
         except _FAILURES as failure:
             raise self._failed(failure) from failure
 
@@ -171,7 +184,7 @@ class Database:
             self.execute("COMMIT")
         except BaseException:
             # Report the first error, not an error of the rollback.
-            with suppress(sqlite3.Error):
+            with suppress(sqlite3.Error), self._calling:
                 if self._file.in_transaction:
                     self._file.execute("ROLLBACK")
             raise
@@ -179,7 +192,31 @@ class Database:
     def close(self) -> None:
         """Close the file. Do nothing in a forked child, because the open file belongs to the parent."""
         if os.getpid() == self._pid:
-            self._file.close()
+            with self._calling:
+                self._file.close()
+
+
+_databases: weakref.WeakSet[Database] = weakref.WeakSet()
+# For each thread that forks: the locks to acquire before the fork, and whether each of them was acquired.
+_held: dict[int, tuple[list[Any], list[bool]]] = {}
+
+
+def _before_fork() -> None:
+    """Wait until no thread is in a call of SQLite, and prevent new calls. A disk that does not answer stops no fork."""
+    deadline = time.monotonic() + _FORK_PATIENCE
+    locks, held = _held[threading.get_ident()] = [each._calling for each in tuple(_databases)], []
+    for lock_ in locks:
+        # Acquire and record the result in one call into C, so that Ctrl-C cannot come between the two.
+        held.extend(map(lock_.acquire, (True,), (max(0.0, deadline - time.monotonic()),)))
+
+
+def _after_fork() -> None:
+    for lock_, is_held in zip(*_held.pop(threading.get_ident(), ((), ())), strict=False):
+        if is_held:
+            lock_.release()
+
+
+around_forks(_before_fork, _after_fork)
 
 
 def _refuse_url(path: str | os.PathLike[str], error: type[QflowError]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 from weakref import WeakSet
 
-__all__ = ["after_fork_in_child", "close_in_children", "not_shared", "replace_copy", "separately"]
+__all__ = ["after_fork_in_child", "around_forks", "close_in_children", "not_shared", "replace_copy", "separately"]
 
 _T = TypeVar("_T")
 
@@ -20,6 +20,12 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
     """Call a function in each child that this process forks from now on, before `os.fork` returns in the child."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
+
+
+def around_forks(before: Callable[[], object], after: Callable[[], object]) -> None:
+    """Call `before` on the thread that forks, before each fork, and `after` in both processes after the fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=before, after_in_parent=after, after_in_child=after)
 
 
 def replace_copy(descriptor: int) -> None:

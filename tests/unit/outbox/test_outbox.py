@@ -568,6 +568,41 @@ def test_a_forked_child_cannot_use_the_outbox_of_its_parent_and_does_not_keep_th
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_a_fork_waits_until_no_thread_is_in_a_call_of_sqlite(path: Path) -> None:
+    begun, forking = threading.Event(), threading.Event()
+    events: list[object] = []
+
+    def call() -> None:
+        begun.set()
+        events.append(forking.wait(PATIENCE))
+
+    class Lock:
+        def acquire(self, *arguments: object) -> bool:
+            forking.set()
+            return calling.acquire(*arguments)  # type: ignore[arg-type]
+
+        def release(self) -> None:
+            calling.release()
+
+    with Outbox(path) as outbox:
+        file, calling = outbox._file, outbox._file._calling
+        file._file.create_function("call", 0, call)
+        thread = threading.Thread(target=file.execute, args=("SELECT call()",))
+        thread.start()
+        assert begun.wait(PATIENCE)
+        file._calling = Lock()  # type: ignore[assignment]
+        child = os.fork()
+        if not child:
+            os._exit(len(events))
+        file._calling = calling
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        thread.join(PATIENCE)
+        assert events == [True]
+        put(outbox, b"1")
+        assert bodies(outbox) == [b"1"]
+
+
 def test_a_forked_child_that_releases_the_lock_of_the_outbox_leaves_the_lock_to_its_parent(path: Path) -> None:
     def lock() -> LockFile:
         return LockFile(path, error=OutboxError, in_use=OutboxInUse, told=("a test", "wait"))
