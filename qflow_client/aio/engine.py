@@ -208,19 +208,16 @@ class Engine(BaseEngine):
     async def _open_outbox(self) -> None:
         # Import these modules only for an outbox, because they load SQLite.
         from qflow_client.aio.outbox import Commits, SpilledReceipt
-        from qflow_client.outbox.errors import OutboxError
-        from qflow_client.outbox.storage import GRACE, Storage
+        from qflow_client.outbox.storage import Storage
 
         assert self.loop is not None
         storage = Storage(self.settings)
         self._commits = commits = Commits(self.loop, storage)
         opening = call_on_thread(storage.open, f"qflow-outbox-open {self.settings.name}")
         try:
-            # If another process has locked the file, `open` itself ends after `connect_timeout`.
-            await asyncio.wait((opening,), timeout=self.settings.connect_timeout + GRACE)
+            await asyncio.wait((opening,), timeout=storage.patience)
             if not opening.done():
-                patience = f"{self.settings.connect_timeout:.3g} s"
-                raise OutboxError(f"{self.settings.outbox_path}: the disk has not answered within {patience}")
+                raise storage.no_answer()
             opening.result()
             if self.ended:
                 raise ProducerClosed(CLOSED)

@@ -53,6 +53,15 @@ class Storage:
         self._opened: Outbox | None = None
         self._waits = CommitWaits()
 
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for `open`. If another process has locked the file, `open` itself ends before that time."""
+        return min(self._settings.connect_timeout + GRACE, threading.TIMEOUT_MAX)
+
+    def no_answer(self) -> OutboxError:
+        """Return the error if `open` takes longer than `patience`."""
+        return OutboxError(f"{self._settings.outbox_path}: the disk has not answered within {self.patience:.3g} s")
+
     def open(self) -> None:
         """Open the outbox. Any thread may call this once. Raise an `OutboxError` if `close` was called meanwhile."""
         settings = self._settings

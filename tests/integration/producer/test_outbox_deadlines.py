@@ -237,6 +237,25 @@ def test_E4_creating_a_producer_whose_outbox_is_locked_fails_within_connect_time
     make_producer(outbox=path).close(timeout=PATIENCE)
 
 
+def test_E4_creating_a_producer_fails_soon_after_connect_timeout_if_the_disk_of_its_outbox_does_not_answer(
+    make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, opens = threading.Event(), Outbox.__init__
+
+    def late(*arguments: Any, **keywords: Any) -> None:
+        assert answers.wait(10 * PATIENCE)
+        opens(*arguments, **keywords)
+
+    try:
+        with monkeypatch.context() as now:
+            now.setattr(Outbox, "__init__", late)
+            with returns_soon(), pytest.raises(OutboxError, match="outbox: the disk has not answered within"):
+                make_producer(outbox=path, connect_timeout=BRIEF)
+    finally:
+        answers.set()
+    eventually(lambda: outbox_is_free(path), "an outbox that is free")
+
+
 def test_E4_the_error_of_a_full_outbox_says_that_the_message_was_not_sent_and_has_no_receipt(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
