@@ -120,7 +120,8 @@ class Database:
             raise
         self.deadline = math.inf
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """Raise an error in a forked child, because the open file belongs to the parent."""
         if os.getpid() != self._pid:
             raise self._error(
                 f"{self.path} was opened in process {self._pid}; it cannot be used in process {os.getpid()}, which "
@@ -132,7 +133,7 @@ class Database:
         return self._error(f"{self.path}: {str(failure) or type(failure).__name__}")
 
     def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
-        self._check_process()
+        self.check_process()
         try:
             with self._calling:
                 return self._file.execute(statement, values)
@@ -155,7 +156,7 @@ class Database:
         raise self._failed(failure) from failure
 
     def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
-        self._check_process()
+        self.check_process()
         try:
             with self._calling:
                 self._file.executemany(statement, rows)

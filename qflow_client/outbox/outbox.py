@@ -135,6 +135,11 @@ class Outbox:
             # The open file. If the path has another file later, that is not the file of this outbox.
             self._opened = self.path.stat()
             self._noted = Noted(self._file)
+            # The files beside it that must not be deleted, and the open files. Without `-wal`, a crash loses messages.
+            wal = Path(f"{os.path.realpath(self.path)}-wal")
+            self._beside = [(self._lock_file.path, self._lock_file.opened)]
+            if wal.exists():
+                self._beside.append((wal, wal.stat()))
             aside = outboxfile.aside(self._file)
             after_error.pop_all()
         last = self._noted.last
@@ -332,12 +337,14 @@ class Outbox:
         self._access.durable = self._noted.write(self._file, all_of_it=all_of_it)
 
     def _check_file(self) -> None:
+        self._file.check_process()
         # SQLite itself would continue to write to a deleted file.
         if self._is_gone():
             raise OutboxError(f"{self.path}: the file was deleted, moved or replaced while it is in use")
-        if not _is_at(self._lock_file.path, self._lock_file.opened):
-            # Another producer may have opened the outbox, and may assign the same sequences.
-            raise OutboxError(f"{self._lock_file.path} was deleted or replaced; close this producer, and make another")
+        for path, opened in self._beside:
+            # Without the lock file, another producer may have opened the outbox, and may assign the same sequences.
+            if not _is_at(path, opened):
+                raise OutboxError(f"{path} was deleted or replaced; close this producer, and make another")
 
     def _is_gone(self) -> bool:
         return not _is_at(self.path, self._opened)

@@ -531,6 +531,23 @@ def test_an_outbox_whose_lock_file_was_deleted_writes_no_message(path: Path) -> 
         assert bodies(other) == [b"2"]
 
 
+def test_an_outbox_whose_wal_file_was_deleted_accepts_no_message_and_close_keeps_the_messages_on_disk(
+    path: Path,
+) -> None:
+    outbox = Outbox(path)
+    put(outbox, b"1")
+    outbox.commit()
+    path.with_name(f"{path.name}-wal").unlink()
+    (two,) = put(outbox, b"2")
+    with pytest.raises(OutboxError, match="outbox-wal was deleted or replaced; close this producer"):
+        outbox.wait_durable(two)
+    with pytest.raises(OutboxError, match="was deleted or replaced"):
+        outbox.close()
+    assert list(outbox.unwritten()) == [two]
+    with Outbox(path) as outbox:
+        assert bodies(outbox) == [b"1"]
+
+
 def test_a_file_with_hard_links_or_a_file_that_is_a_mount_point_is_not_opened_as_an_outbox(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
