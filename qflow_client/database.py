@@ -78,8 +78,9 @@ class Database:
         self.stop_at = math.inf
         self._error = error
         self._pid = os.getpid()
-        # Held during each call of SQLite. A fork during such a call could copy a locked mutex of SQLite into the child,
-        # which would then wait for it forever. Reentrant, because a signal handler may fork.
+        # Held during each call of SQLite and during transactions. A fork during a call could copy a locked mutex of
+        # SQLite into the child, which would then wait for it forever. A child that ends a transaction of its parent
+        # damages the file. Reentrant, because a signal handler may fork.
         self._calling = threading.RLock()
         _databases.add(self)
         uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
@@ -181,13 +182,16 @@ class Database:
         """Run the ``with`` block as a transaction, which makes all changes or none."""
         try:
             self.execute("BEGIN IMMEDIATE")
-            yield
-            self.execute("COMMIT")
+            with self._calling:
+                yield
+                self.execute("COMMIT")
         except BaseException:
-            # Report the first error, not an error of the rollback.
-            with suppress(sqlite3.Error), self._calling:
-                if self._file.in_transaction:
-                    self._file.execute("ROLLBACK")
+            # Report the first error, not an error of the rollback. In a forked child, the transaction is the parent's.
+            with suppress(sqlite3.Error, QflowError):
+                self.check_process()
+                with self._calling:
+                    if self._file.in_transaction:
+                        self._file.execute("ROLLBACK")
             raise
 
     def close(self) -> None:
@@ -203,7 +207,7 @@ _held: dict[int, tuple[list[Any], list[bool]]] = {}
 
 
 def _before_fork() -> None:
-    """Wait until no thread is in a call of SQLite, and prevent new calls. A disk that does not answer stops no fork."""
+    """Wait until no thread uses SQLite, and prevent new calls. A disk that does not answer stops no fork."""
     deadline = time.monotonic() + _FORK_PATIENCE
     locks, held = _held[threading.get_ident()] = [each._calling for each in tuple(_databases)], []
     for lock_ in locks:

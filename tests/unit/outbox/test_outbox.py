@@ -9,10 +9,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -586,38 +587,62 @@ def test_a_forked_child_cannot_use_the_outbox_of_its_parent_and_does_not_keep_th
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-def test_a_fork_waits_until_no_thread_is_in_a_call_of_sqlite(path: Path) -> None:
+@pytest.mark.parametrize("in_transaction", [False, True], ids=["call", "transaction"])
+def test_a_fork_waits_until_no_thread_is_in_a_call_or_a_transaction_of_sqlite(path: Path, in_transaction: bool) -> None:
     begun, forking = threading.Event(), threading.Event()
     events: list[object] = []
 
-    def call() -> None:
+    def wait() -> None:
         begun.set()
         events.append(forking.wait(PATIENCE))
 
-    class Lock:
-        def acquire(self, *arguments: object) -> bool:
-            forking.set()
-            return calling.acquire(*arguments)  # type: ignore[arg-type]
+    def work() -> None:
+        if not in_transaction:
+            file.execute("SELECT wait()")
+            return
+        with file.transaction():
+            wait()
 
-        def release(self) -> None:
+    class Lock:
+        def acquire(self, *arguments: Any) -> bool:
+            forking.set()
+            return calling.acquire(*arguments)
+
+        def release(self, *_: object) -> None:
             calling.release()
+
+        def __enter__(self) -> None:
+            calling.acquire()
+
+        __exit__ = release
 
     with Outbox(path) as outbox:
         file, calling = outbox._file, outbox._file._calling
-        file._file.create_function("call", 0, call)
-        thread = threading.Thread(target=file.execute, args=("SELECT call()",))
+        file._file.create_function("wait", 0, wait)
+        thread = threading.Thread(target=work)
         thread.start()
         assert begun.wait(PATIENCE)
         file._calling = Lock()  # type: ignore[assignment]
         child = os.fork()
         if not child:
-            os._exit(len(events))
+            os._exit(7 if events and not file._file.in_transaction else 1)
         file._calling = calling
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         thread.join(PATIENCE)
         assert events == [True]
         put(outbox, b"1")
         assert bodies(outbox) == [b"1"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_roll_back_a_transaction_of_its_parent(path: Path) -> None:
+    with Outbox(path) as outbox, outbox._file.transaction():
+        child = os.fork()
+        if not child:
+            with suppress(OutboxError), outbox._file.transaction():
+                """It raises an error."""
+            os._exit(7 if outbox._file._file.in_transaction else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_a_forked_child_that_releases_the_lock_of_the_outbox_leaves_the_lock_to_its_parent(path: Path) -> None:
