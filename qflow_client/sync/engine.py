@@ -62,6 +62,9 @@ _News = tuple[list[Any], list[Any]]
 # Maximum seconds that the process waits at its end for a producer that was not closed.
 _AT_EXIT = 1.0
 
+# Seconds after which the start of a thread is tried again.
+_NEXT_TRY = 1.0
+
 _monotonic = time.monotonic
 
 
@@ -446,6 +449,12 @@ class Engine(BaseEngine):
             except RuntimeError:
                 # No thread can start while the process is ending, so there is no close to wait for.
                 self._leaves_until = None
+                if not sys.is_finalizing():
+                    # The process has too many threads, so try again later.
+                    self.call_later(lambda: self.link.services.call_later(_NEXT_TRY, again))  # type: ignore[union-attr]
+
+        def again() -> None:
+            self._on_own_thread(close)
 
         thread = threading.Thread(target=close, name=f"qflow-end {self.settings.name}", daemon=True)
         # A signal handler must not call `threading.Thread.start`, which waits for the new thread.

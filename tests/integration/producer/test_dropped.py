@@ -59,6 +59,25 @@ def test_E6_a_producer_without_references_emits_a_warning_delivers_admitted_mess
     assert len(told) == 100 * listens
 
 
+def test_E6_a_producer_without_references_frees_its_outbox_as_soon_as_a_thread_can_be_started(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    def start(thread: threading.Thread) -> None:
+        tries.append(thread.name)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("qflow_client.sync.engine._NEXT_TRY", 0.01)
+    held = [Producer(broker.url, routing_key="q", name="dropped", outbox=tmp_path / "outbox")]
+    with monkeypatch.context() as now:
+        now.setattr(threading.Thread, "start", start)
+        with pytest.warns(ResourceWarning, match="dropped"):
+            _drop(held)
+        eventually(lambda: tries.count("qflow-end dropped") > 1, "another try")
+    eventually(lambda: outbox_is_free(tmp_path / "outbox"), "an outbox that is free")
+
+
 def test_E6_messages_that_a_producer_without_references_could_not_deliver_are_logged(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
