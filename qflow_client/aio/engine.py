@@ -13,8 +13,8 @@ import time
 from _thread import start_new_thread
 from asyncio import Future, _get_running_loop
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from qflow_client import telemetry
@@ -493,15 +493,12 @@ class Engine(BaseEngine):
         """Close the outbox. Wait until the next producer can use it, but at most about `patience` seconds."""
         try:
             if self.storage is not None:
-                # A separate executor, because all threads of the loop's executor may be in use.
-                executor = ThreadPoolExecutor(1, "qflow-outbox-close")
                 try:
-                    closing = asyncio.get_running_loop().run_in_executor(executor, self.storage.close, patience)
+                    closing = call_on_thread(partial(self.storage.close, patience), "qflow-outbox-close")
                 except RuntimeError:
                     # No thread can be started. Without this call, the outbox would be in use until the process ends.
                     self.storage.close(BRIEF)
                     return
-                executor.shutdown(wait=False)
                 try:
                     # `Storage.close` returns within `patience` seconds, unless the disk does not answer.
                     await asyncio.wait((closing,), timeout=None if patience == math.inf else patience + BRIEF)
