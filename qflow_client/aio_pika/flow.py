@@ -27,12 +27,13 @@ from aiormq.exceptions import (
     AMQPConnectionError,
     ChannelInvalidStateError,
     DeliveryError,
+    PublishError,
 )
 
 from qflow_client.aio.dispatcher import Dispatcher
 from qflow_client.aio.turn import Deadlines, Turns, Waiter, wake_at
 from qflow_client.aio_pika.encoding import header_frame, make_message_id
-from qflow_client.aio_pika.returns import Returns
+from qflow_client.aio_pika.returns import Expected, Returns
 from qflow_client.amqp.frames import PublishEncoder
 from qflow_client.core import calls
 from qflow_client.core.step import step
@@ -344,46 +345,52 @@ class ChannelFlow(DropInFlow):
     ) -> spec.Basic.Ack | DeliveredMessage | None:
         """Publish an encoded message. `mandatory` is the message id of a mandatory message; otherwise ``None``."""
         began = now = _monotonic()
-        receipt = self.protocol.send(message, exchange, routing_key, now)
-        if receipt is None:
-            limit = self.settings.max_producer_flow_control_wait if timeout is None else timeout
-            receipt = await self._when_unflowed(message, exchange, routing_key, limit)
-            if timeout is None:
-                now = _monotonic()
-        tapped = self._tapped
-        if not self._confirms:
-            tapped.pump()
-            if receipt._outcome is not None or not wait:
-                # Let other tasks run, as aiormq does.
-                await asyncio.sleep(0)
-                return None
-        elif not tapped.awake:
-            tapped.wake()
-        if receipt._outcome is None:
-            settled: asyncio.Future[Any] = self._loop.create_future()
-            receipt._waiter = settled
-            expected = settled, exchange, routing_key
-            if mandatory is not None and self._confirms:
-                self._returns.expect(mandatory, expected)
-            timer = None
-            try:
+        expected: Expected | None = None
+        if mandatory is not None and self._confirms:
+            expected = Expected(self._loop.create_future(), exchange, routing_key)
+            # Do this before the wait in line, because uvloop may read the answer before it resumes this task.
+            self._returns.expect(mandatory, expected)
+        try:
+            receipt = self.protocol.send(message, exchange, routing_key, now)
+            if receipt is None:
+                limit = self.settings.max_producer_flow_control_wait if timeout is None else timeout
+                receipt = await self._when_unflowed(message, exchange, routing_key, limit)
                 if timeout is None:
-                    self._deadlines.add(settled, now)
-                else:
-                    timer = wake_at(self._loop, now + timeout, settled)
-                returned = await settled
-            except asyncio.CancelledError:
-                self._end_wait(receipt)
-                raise
-            finally:
-                if timer is None:
-                    self._deadlines.remove(settled)
-                else:
-                    timer.cancel()
-                if mandatory is not None:
-                    self._returns.forget(mandatory, expected)
-            if returned is not None:
-                return returned  # type: ignore[no-any-return]  # `Returns.tell` has set it
+                    now = _monotonic()
+            tapped = self._tapped
+            if not self._confirms:
+                tapped.pump()
+                if receipt._outcome is not None or not wait:
+                    # Let other tasks run, as aiormq does.
+                    await asyncio.sleep(0)
+                    return None
+            elif not tapped.awake:
+                tapped.wake()
+            if receipt._outcome is None:
+                settled: asyncio.Future[Any] = self._loop.create_future() if expected is None else expected.settled
+                receipt._waiter = settled
+                timer = None
+                try:
+                    if timeout is None:
+                        self._deadlines.add(settled, now)
+                    else:
+                        timer = wake_at(self._loop, now + timeout, settled)
+                    await settled
+                except asyncio.CancelledError:
+                    self._end_wait(receipt)
+                    raise
+                finally:
+                    if timer is None:
+                        self._deadlines.remove(settled)
+                    else:
+                        timer.cancel()
+        finally:
+            if mandatory is not None and expected is not None:
+                self._returns.forget(mandatory, expected)
+        if expected is not None and (answer := expected.answer) is not None:
+            if isinstance(answer, PublishError):
+                raise answer
+            return answer
         return self._verdict(receipt, began, message.body)
 
     def _method(self, channel: Any, exchange: str, routing_key: str, mandatory: bool, immediate: bool) -> bytes:

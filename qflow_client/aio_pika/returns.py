@@ -16,16 +16,27 @@ from qflow_client.logs import log
 
 __all__ = ["Expected", "Returns"]
 
-#: The future for the result of a mandatory message, its exchange and its routing key.
-Expected = tuple[asyncio.Future[Any], str, str]
+
+class Expected:
+    """A mandatory message that the broker may return. `settled` is the future that wakes its call of `publish`."""
+
+    __slots__ = ("answer", "exchange", "routing_key", "settled")
+
+    def __init__(self, settled: asyncio.Future[Any], exchange: str, routing_key: str) -> None:
+        self.settled = settled
+        self.exchange = exchange
+        self.routing_key = routing_key
+        #: The returned message, or the error to raise instead; ``None`` while the message is not returned. `settled`
+        #: may be done earlier, at the deadline of `publish`.
+        self.answer: DeliveredMessage | PublishError | None = None
 
 
 class Returns:
     """Gives each returned message to the call of `publish` that waits for it."""
 
     def __init__(self) -> None:
-        # The unconfirmed mandatory messages with a message id, in the order of publishing. The application may give
-        # several messages the same id.
+        # The messages whose calls of `publish` wait, in the order of publishing, by message id. The application may
+        # give several messages the same id.
         self._expected: dict[str, list[Expected]] = {}
 
     def expect(self, message_id: str, expected: Expected) -> None:
@@ -50,26 +61,28 @@ class Returns:
         """
         content: Any = pamqp.frame.unmarshal(frame(HEADER_FRAME, channel.number, header))[2]
         message = DeliveredMessage(delivery=method, header=content, body=body, channel=channel)
-        settled = self._take(content.properties.message_id, method.exchange, method.routing_key)
-        if settled is None or settled.done():
+        expected = self._take(content.properties.message_id, method.exchange, method.routing_key)
+        if expected is None or expected.settled.cancelled():
             log(logging.WARNING, "%s: the broker returned a message that no call waits for: %r", name, message)
             return
         if channel.on_return_raises:
-            settled.set_exception(PublishError(message, method))
-            return
-        for callback in tuple(channel.on_return_callbacks):
-            try:
-                callback(message)
-            except Exception as error:
-                log(logging.ERROR, "%s: a return callback failed: %r", name, callback, error=error)
-        settled.set_result(message)
+            expected.answer = PublishError(message, method)
+        else:
+            for callback in tuple(channel.on_return_callbacks):
+                try:
+                    callback(message)
+                except Exception as error:
+                    log(logging.ERROR, "%s: a return callback failed: %r", name, callback, error=error)
+            expected.answer = message
+        if not expected.settled.done():
+            expected.settled.set_result(None)
 
-    def _take(self, message_id: str, exchange: str, routing_key: str | None) -> asyncio.Future[Any] | None:
-        """Remove and return the future of the message that a return refers to; ``None`` if no call waits for it."""
-        same_id = self._expected.get(message_id)
-        if not same_id:
-            return None
-        # Prefer a message with the exchange and routing key of the return. Brokers return messages in order.
-        found = next((each for each in same_id if each[1:] == (exchange, routing_key)), same_id[0])
-        self.forget(message_id, found)
-        return found[0]
+    def _take(self, message_id: str, exchange: str, routing_key: str | None) -> Expected | None:
+        """Remove and return the message that a return refers to; ``None`` if no call waits for it."""
+        # A message with the same id and another exchange or routing key is another message: the call that published the
+        # returned message may have ended. Brokers return messages in order.
+        for each in self._expected.get(message_id, ()):
+            if (each.exchange, each.routing_key) == (exchange, routing_key):
+                self.forget(message_id, each)
+                return each
+        return None

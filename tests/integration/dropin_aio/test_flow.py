@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import select
 import socket
 import ssl
 import threading
@@ -189,6 +190,26 @@ async def test_each_returned_message_is_reported_to_its_own_publish_even_if_seve
         assert refused == [key != "q" for key in keys]
         assert not channel.flow_control._returns._expected
     assert bodies(broker) == [b"", b""]
+
+
+async def test_a_return_that_is_read_before_the_waiting_publish_resumes_is_the_result_of_this_publish(
+    broker: Broker, connect: Any
+) -> None:
+    async with opened(connect()) as channel:
+        flow = channel.flow_control
+        flow.hold("paused", source="", detail="")
+        publishing = asyncio.ensure_future(channel.default_exchange.publish(aio_pika.Message(b"lost"), "nowhere"))
+        await in_line(channel, 1)
+        # uvloop can do all of this before it resumes the task.
+        flow.lift("paused", source="")
+        tapped = flow._tapped
+        tapped.pump()
+        assert flow.protocol.unsettled == 1
+        while flow.protocol.unsettled:
+            assert select.select([tapped._socket], [], [], PATIENCE)[0]
+            tapped._protocol.data_received(tapped._socket.recv(1 << 16))
+        assert (await publishing).body == b"lost"
+        assert not flow._returns._expected
 
 
 async def test_C6_unconfirmed_messages_never_exceed_the_capacity(broker: Broker, connect: Any) -> None:
