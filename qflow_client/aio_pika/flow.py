@@ -84,7 +84,10 @@ AIO_PIKA = replace(
 
 _BODY_HEAD = Struct(">BHI")
 _BASIC_PUBLISH = 60, 40
-_STOPPED_READING = "aiormq stopped reading, as it does if the broker sends nothing, not even heartbeats"
+_STOPPED_READING = (
+    "aiormq stopped reading: its tasks were cancelled, as at the end of asyncio.run(), or the broker sent nothing, not "
+    "even heartbeats"
+)
 # If more bytes than this are unwritten after a read, write them before the tasks that the read woke publish more.
 _SEPARATE_WRITE = 1 << 13
 
