@@ -130,8 +130,19 @@ async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connectio
     # Check the keywords here, because aio-pika puts them into the URL, and the errors of aio-pika would show them.
     drop_in = getattr(connection_class, "_drop_in", AIO_PIKA)
     drop_in.settings(**drop_in.split(keywords.items())[0])
+    made: list[Any] = []
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        made.append(connection_class(*arguments, **options))
+        return made[-1]
+
     try:
-        return await connect(url, connection_class=connection_class, **keywords)
+        return await connect(url, connection_class=make, **keywords)
+    except asyncio.CancelledError:
+        # Otherwise a task of aio-pika's robust connection would continue to connect, and hang `asyncio.run` at its end.
+        for connection in made:
+            await connection.close()
+        raise
     except (TypeError, ValueError) as error:
         refused = censored(error, url)
     # Raise outside the handler, so that the error has no context: the original error may contain the password.

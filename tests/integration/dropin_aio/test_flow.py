@@ -590,6 +590,22 @@ async def test_a_channel_of_the_drop_in_cannot_be_created_on_a_connection_of_aio
             aio_pika.Channel(connection)
 
 
+@with_both
+async def test_a_cancelled_connect_leaves_no_task_and_no_socket(connect: Any) -> None:
+    loop, before = asyncio.get_running_loop(), asyncio.all_tasks()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setblocking(False)
+        connecting = asyncio.ensure_future(connect(f"amqp://127.0.0.1:{silent.getsockname()[1]}/"))
+        peer, _ = await loop.sock_accept(silent)
+        with peer:
+            assert await loop.sock_recv(peer, 100) == b"AMQP\x00\x00\x09\x01"
+            connecting.cancel()
+            with takes(0), pytest.raises(asyncio.CancelledError):
+                await connecting
+            assert await asyncio.wait_for(loop.sock_recv(peer, 100), PATIENCE) == b""
+    await soon(lambda: asyncio.all_tasks() == before)
+
+
 async def test_connecting_to_a_port_without_a_listener_raises_the_error_of_aio_pika() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
