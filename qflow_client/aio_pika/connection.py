@@ -38,7 +38,9 @@ def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[Pr
     name = keywords.get("name") or url.query.get("name")
     if name and "name" not in query:
         ours.setdefault("name", str(name).encode(errors="replace")[:_NAME_SIZE].decode(errors="ignore"))
-    return drop_in.settings(query, **ours), url.with_query(rest) if query else url, dict(theirs)
+    # Include the names of aio-pika's parameters, because a misspelt setting is one of them, and gets a warning.
+    names = {each: "…" for each, _ in rest if each not in drop_in.SETTINGS}
+    return drop_in.settings(names | query, **ours), url.with_query(rest) if query else url, dict(theirs)
 
 
 class Connection(TappedConnection):

@@ -24,7 +24,8 @@ import qflow_client.aio_pika
 import qflow_client.kombu
 import qflow_client.pika
 from qflow_client import SettingsError
-from qflow_client.aio_pika.flow import AIO_PIKA
+from qflow_client.aio_pika.connection import settings_of
+from qflow_client.aio_pika.flow import AIO_PIKA, AIO_PIKA_ROBUST
 from qflow_client.dropin import DropIn
 from qflow_client.kombu.flow import KOMBU
 from qflow_client.pika.flow import PIKA
@@ -198,3 +199,15 @@ def test_E11_the_drop_in_passes_connect_timeout_and_every_other_transport_option
     assert ours.flow_settings.capacity == 7
     with pytest.raises(TypeError, match="connect_timeout is not a setting of a connection of kombu: "):
         qflow_client.kombu.Connection(qflow_connect_timeout=3)
+
+
+def test_a_parameter_of_aio_pika_whose_name_is_almost_a_setting_causes_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qflow_client.settings._examined", set())
+    url = URL("amqp://h/?capacity=5&rate_brust=s3cr3t-pw&name=shop&heartbeat=5&reconnect_interval=5&fail_fast=0")
+    with pytest.warns(UserWarning, match="parameter rate_brust .* did you mean rate_burst") as warned:
+        settings, rest, _ = settings_of(AIO_PIKA_ROBUST, url, {})
+    assert len(warned) == 1
+    assert (settings.capacity, rest.query["rate_brust"]) == (5, "s3cr3t-pw")
+    assert "s3cr3t" not in repr(settings)
