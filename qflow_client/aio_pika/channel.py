@@ -69,6 +69,8 @@ class Channel(_aio_pika.Channel):
         # Start flow control here, before any message is published on the new channel.
         self._follow()
         await super()._on_open()
+        # aio-pika does this only for the first channel of aiormq. So later returns would not reach `return_callbacks`.
+        self._channel.channel.on_return_callbacks.add(self._on_return)
         if self._restores:
             self.flow_control.restored()
 

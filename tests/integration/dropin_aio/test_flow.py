@@ -212,6 +212,19 @@ async def test_a_return_that_is_read_before_the_waiting_publish_resumes_is_the_r
         assert not flow._returns._expected
 
 
+async def test_return_callbacks_are_called_after_a_reconnection_too(broker: Broker) -> None:
+    async with opened(aio_pika.connect_robust(broker.url, reconnect_interval=0.01)) as channel:
+        returned: list[bytes] = []
+        channel.return_callbacks.add(lambda _channel, message: returned.append(message.body))
+        for body in b"first", b"second":
+            await channel.default_exchange.publish(aio_pika.Message(body), "nowhere")
+            await soon(lambda: returned[-1:] == [body])  # noqa: B023  # at once
+            broker.drop_connections()
+            await soon(lambda: channel.is_closed)
+            await channel.ready()
+        assert returned == [b"first", b"second"]
+
+
 async def test_C6_unconfirmed_messages_never_exceed_the_capacity(broker: Broker, connect: Any) -> None:
     async with opened(connect(capacity=5, max_producer_flow_control_wait=PATIENCE)) as channel:
         broker.withhold_confirms()
