@@ -14,7 +14,6 @@ from _thread import start_new_thread
 from asyncio import Future, _get_running_loop
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from qflow_client import telemetry
@@ -23,7 +22,7 @@ from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
 from qflow_client.aio.dispatcher import Dispatcher
 from qflow_client.aio.link import Link
 from qflow_client.aio.receipt import AsyncReceipt, wake_in_its_loop
-from qflow_client.aio.threads import call_on_thread
+from qflow_client.aio.threads import DISK_PATIENCE
 from qflow_client.aio.turn import Turns, Waiter
 from qflow_client.core import calls
 from qflow_client.core.calls import Call
@@ -63,10 +62,6 @@ __all__ = ["Engine"]
 _T = TypeVar("_T")
 
 _monotonic = time.monotonic
-
-# Maximum seconds to end the channel and the outbox after the deadline of a close. A cancelled `close` or `open` also
-# waits at most this long for the outbox.
-_DISK_PATIENCE = 0.6
 
 # Seconds between two checks whether a dropped producer has ended.
 _DROP_PERIOD = 1.0
@@ -213,23 +208,14 @@ class Engine(BaseEngine):
         assert self.loop is not None
         storage = Storage(self.settings)
         self._commits = commits = Commits(self.loop, storage)
-        opening = call_on_thread(storage.open, f"qflow-outbox-open {self.settings.name}")
+        await commits.open()
         try:
-            await asyncio.wait((opening,), timeout=storage.patience)
-            if not opening.done():
-                raise storage.no_answer()
-            opening.result()
             if self.ended:
                 raise ProducerClosed(CLOSED)
             self.step(lambda protocol: storage.attach(protocol, SpilledReceipt, self._take, commits.committed))
             self.storage = storage
-        except BaseException as error:
+        except BaseException:
             storage.close(0.0)
-            # `storage.close` may make `opening` fail. Read this error, because asyncio logs errors that are never read.
-            opening.add_done_callback(asyncio.Future.exception)
-            if isinstance(error, asyncio.CancelledError):
-                # Wait until the opening has ended. Without this wait, the next producer could find the outbox in use.
-                await asyncio.wait((opening,), timeout=_DISK_PATIENCE)
             raise
 
     def _take(self, step: StoreStep) -> None:
@@ -451,7 +437,7 @@ class Engine(BaseEngine):
             raise error
         left = self.protocol.unsettled_receipts
         # End the producer in a separate task, so that a cancelled caller can still wait until the task ends.
-        end_at = _monotonic() + _DISK_PATIENCE
+        end_at = _monotonic() + DISK_PATIENCE
         ending = asyncio.create_task(self._end(patience, end_at if error is not None else max(end_at, deadline)))
         cancelled = await _wait_until_done(ending)
         error = error or cancelled
@@ -487,29 +473,14 @@ class Engine(BaseEngine):
             finally:
                 ending = asyncio.current_task()
                 is_cancelled = ending is not None and ending.cancelling()
-                await self._end_storage(_DISK_PATIENCE if is_cancelled else max(BRIEF, end_at - _monotonic()))
+                await self._end_storage(DISK_PATIENCE if is_cancelled else max(BRIEF, end_at - _monotonic()))
 
     async def _end_storage(self, patience: float) -> None:
-        """Close the outbox. Wait until the next producer can use it, but at most about `patience` seconds."""
         try:
             if self.storage is not None:
-                try:
-                    closing = call_on_thread(partial(self.storage.close, patience), "qflow-outbox-close")
-                except RuntimeError:
-                    # No thread can be started. Without this call, the outbox would be in use until the process ends.
-                    self.storage.close(BRIEF)
-                    return
-                try:
-                    # `Storage.close` returns within `patience` seconds, unless the disk does not answer.
-                    await asyncio.wait((closing,), timeout=None if patience == math.inf else patience + BRIEF)
-                except asyncio.CancelledError:
-                    await asyncio.wait((closing,), timeout=_DISK_PATIENCE)
-                    raise
-                if closing.done():
-                    closing.result()
+                assert self._commits is not None
+                await self._commits.close(patience)
         finally:
-            if self._commits is not None:
-                self._commits.end()
             self._all_ended.set()
 
     # The methods below run after the application has dropped the producer.

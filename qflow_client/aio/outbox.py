@@ -7,12 +7,15 @@ import math
 import time
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from qflow_client.aio.receipt import AsyncReceipt
+from qflow_client.aio.threads import DISK_PATIENCE, call_on_thread
 from qflow_client.outbox.errors import NotDurable
 from qflow_client.outbox.spilled import Spilled
 from qflow_client.outbox.storage import GRACE, Storage
+from qflow_client.skin import BRIEF
 
 __all__ = ["Commits", "SpilledReceipt"]
 
@@ -35,10 +38,12 @@ class _Wait(NamedTuple):
 
 
 class Commits:
-    """Lets tasks wait until their messages are on disk. Waits that begin in one iteration of the loop share a commit.
+    """Opens and closes an outbox, and lets tasks wait until their messages are on disk.
+
+    Waits that begin in one iteration of the loop share a commit. The outbox is opened and closed on separate threads.
 
     Args:
-        storage: the producer's outbox, which need not be open yet.
+        storage: the producer's outbox, which is not open yet.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, storage: Storage) -> None:
@@ -51,6 +56,52 @@ class Commits:
         # The timer for the earliest deadline; ``None`` without a deadline.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
+
+    async def open(self) -> None:
+        """Open the outbox. After an error, the outbox is closed.
+
+        Raises:
+            OutboxInUse, OutboxError: as for `Storage.open`, or the disk does not answer.
+        """
+        storage = self._storage
+        opening = call_on_thread(storage.open, f"qflow-outbox-open {storage.name}")
+        try:
+            await asyncio.wait((opening,), timeout=storage.patience)
+            if not opening.done():
+                raise storage.no_answer()
+            opening.result()
+        except BaseException as error:
+            storage.close(0.0)
+            # `storage.close` may make `opening` fail. Read this error, because asyncio logs errors that are never read.
+            opening.add_done_callback(asyncio.Future.exception)
+            if isinstance(error, asyncio.CancelledError):
+                # Wait until the opening has ended. Without this wait, the next producer could find the outbox in use.
+                await asyncio.wait((opening,), timeout=DISK_PATIENCE)
+            raise
+
+    async def close(self, patience: float) -> None:
+        """Close the outbox. Wait until the next producer can use it, but at most about `patience` seconds.
+
+        Then wake the tasks that still wait for the disk.
+        """
+        storage = self._storage
+        try:
+            try:
+                closing = call_on_thread(partial(storage.close, patience), f"qflow-outbox-close {storage.name}")
+            except RuntimeError:
+                # No thread can be started. Without this call, the outbox would be in use until the process ends.
+                storage.close(BRIEF)
+                return
+            try:
+                # `Storage.close` returns within `patience` seconds, unless the disk does not answer.
+                await asyncio.wait((closing,), timeout=None if patience == math.inf else patience + BRIEF)
+            except asyncio.CancelledError:
+                await asyncio.wait((closing,), timeout=DISK_PATIENCE)
+                raise
+            if closing.done():
+                closing.result()
+        finally:
+            self._end()
 
     async def wait_durable(self, receipt: AsyncReceipt, deadline: float) -> None:
         """Wait until all messages that are in the outbox now are on disk.
@@ -115,8 +166,7 @@ class Commits:
         self._waits = deque(wait for wait in self._waits if not wait.waiter.done())
         self._set_timer(min((wait.deadline for wait in self._waits), default=math.inf))
 
-    def end(self) -> None:
-        """Wake the tasks that still wait. Call this method when the outbox is closed, and its writer has ended."""
+    def _end(self) -> None:
         if self._waits:
             outbox = self._storage.outbox
             self._wake(outbox.durable, f"{outbox.path}: the producer was closed")

@@ -13,7 +13,11 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-__all__ = ["call_on_thread"]
+__all__ = ["DISK_PATIENCE", "call_on_thread"]
+
+#: Maximum seconds to end the channel and the outbox after the deadline of a close. A cancelled `close` or `open` also
+#: waits at most this long for the outbox.
+DISK_PATIENCE = 0.6
 
 _T = TypeVar("_T")
 

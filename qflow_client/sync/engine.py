@@ -13,7 +13,6 @@ import warnings
 from _thread import start_new_thread
 from asyncio import _get_running_loop
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qflow_client import telemetry
@@ -49,7 +48,6 @@ from qflow_client.sync.receipt import SyncReceipt
 from qflow_client.topology import Topology
 
 if TYPE_CHECKING:
-    from qflow_client.outbox.storage import Storage
     from qflow_client.outbox.writer import StoreStep
 
 __all__ = ["Engine", "Waiter"]
@@ -171,32 +169,9 @@ class Engine(BaseEngine):
         from qflow_client.sync.outbox import SpilledReceipt
 
         self.storage = Storage(self.settings)
-        self._open(self.storage)
+        self.storage.open_in_time()
         self.storage.attach(protocol, SpilledReceipt, self._take)
         return protocol
-
-    def _open(self, storage: Storage) -> None:
-        """Open the outbox on a separate thread, because a disk that does not answer must not stop the caller."""
-        opening: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                storage.open()
-                opening.set_result(None)
-            except BaseException as error:
-                opening.set_exception(error)
-
-        threading.Thread(target=run, name=f"qflow-outbox-open {self.settings.name}", daemon=True).start()
-        try:
-            wait((opening,), storage.patience)
-        except BaseException:
-            # After Ctrl-C, the next producer should not find the outbox in use.
-            storage.close(0.0)
-            wait((opening,), BRIEF)
-            raise
-        if not opening.done():
-            raise storage.no_answer()
-        opening.result()
 
     def _take(self, step: StoreStep) -> None:
         """Execute a step that the outbox's thread has requested."""

@@ -26,7 +26,7 @@ from qflow_client import (
 from qflow_client.broker import Broker
 from tests.collecting import collect
 
-from .tools import PATIENCE, bodies, eventually, outbox_is_free, start
+from .tools import PATIENCE, bodies, eventually, outbox_is_free, start, wait_for_ends
 
 # Less than SQLite waits by itself, and more than a busy machine needs for what takes milliseconds.
 SOON = 6.0
@@ -155,8 +155,7 @@ def test_E4_a_message_that_was_never_written_to_the_outbox_file_is_not_reported_
     # The writer stops waiting for the lock at once, and has the time that it takes to end.
     stop_waiting = Outbox.stop_waiting
     monkeypatch.setattr(Outbox, "stop_waiting", lambda outbox, _after: stop_waiting(outbox, 0.0))
-    for patience in ("sync.engine.BRIEF", "aio.engine.BRIEF", "aio.engine._DISK_PATIENCE"):
-        monkeypatch.setattr(f"qflow_client.{patience}", PATIENCE)
+    wait_for_ends(monkeypatch)
     on_delivery = (lambda _receipt: None) if has_callback else None
     producer = make_producer(outbox=path, when_flowed="spill", on_delivery=on_delivery)
     broker.withhold_confirms()

@@ -70,7 +70,9 @@ def wait_for_commits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wait_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let producers that cannot be created, or are cancelled, wait long for the end of their threads and outboxes."""
-    for name in ("sync.engine.BRIEF", "aio.engine.BRIEF", "aio.engine._DISK_PATIENCE"):
+    ends = ("sync.engine.BRIEF", "aio.engine.BRIEF", "aio.engine.DISK_PATIENCE")
+    outboxes = ("outbox.storage._INTERRUPTED", "aio.outbox.BRIEF", "aio.outbox.DISK_PATIENCE")
+    for name in ends + outboxes:
         monkeypatch.setattr(f"qflow_client.{name}", PATIENCE)
 
 
