@@ -131,6 +131,15 @@ class TappedConnection(aio_pika.Connection):
 class TappedRobustConnection(TappedConnection, aio_pika.RobustConnection):
     """aio-pika's `RobustConnection` with a `Tap`, so that producers can open channels on it."""
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connection is closed. Also True in aio-pika's task that reconnects, if this task was cancelled.
+
+        The task would otherwise continue after the cancellation, so the end of `asyncio.run` would wait forever for it.
+        """
+        task = getattr(self, "_RobustConnection__reconnection_task", None)
+        return super().is_closed or (task is not None and task.cancelling() > 0 and task is asyncio.current_task())
+
 
 def address_of(url: object, parameters: Mapping[str, object]) -> URL:
     """Return the URL for aio-pika, with `parameters` added to its query.

@@ -31,6 +31,7 @@ from qflow_client.aio.opening import open_channel
 from qflow_client.amqp.frames import CONNECTION_UNBLOCKED, METHOD_FRAME, frame
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
+from qflow_client.testing.proxy import FaultProxy
 from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Proxy, Wire, bodies, ends_within, takes
 
@@ -296,6 +297,22 @@ async def test_a_robust_connection_reconnects_together_with_its_producers(broker
         await another.flush()
     await soon(lambda: got == [b"again"] * 100)
     await connection.close()
+
+
+async def test_a_cancelled_task_of_a_robust_connection_that_reconnects_ends(broker: Broker) -> None:
+    with FaultProxy(broker.url) as proxy:
+        connection = await connect_async(proxy.url, robust=True, reconnect_interval=0.01)
+        accepted = proxy.accepted
+        # The broker accepts the next connection, and does not answer.
+        proxy.stall()
+        proxy.cut()
+        await soon(lambda: proxy.accepted > accepted)
+        task = connection._RobustConnection__reconnection_task  # type: ignore[attr-defined]  # aio-pika's
+        task.cancel()
+        await asyncio.wait((task,), timeout=PATIENCE)
+        is_cancelled = task.cancelled()
+        await connection.close()
+    assert is_cancelled
 
 
 async def test_a_robust_connection_restores_its_producers_even_if_aiormq_reports_no_error(broker: Broker) -> None:
