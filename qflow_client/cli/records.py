@@ -145,7 +145,7 @@ class RecordSource:
 
     Raises:
         OSError: the file cannot be opened.
-        CommandError: a ``.zip`` file is unusable, standard input is closed, or `reading` sets `message_id` for lines.
+        CommandError: a compressed file is unusable, standard input is closed, or `reading` sets `message_id` for lines.
     """
 
     def __init__(
@@ -177,6 +177,9 @@ class RecordSource:
                 self.size = path.stat().st_size
             self._content = self._stored
             ending = path.suffix.lower()
+            if ending == ".gz" and self.size == 0:
+                self._stack.close()
+                raise CommandError(f"{self.name}: the file is empty, but a .gz file never is; copy it again")
             if ending == ".gz":
                 self._content = cast("IO[bytes]", self._stack.enter_context(gzip.GzipFile(fileobj=self._stored)))
             elif ending == ".zip":

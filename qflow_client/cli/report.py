@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qflow_client.cli import text
+from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.output import AsJson, print_json, table_console
 from qflow_client.redaction import printable
 from qflow_client.report import FlowLogs, FlowReport, flow_report, to_parquet
@@ -122,6 +123,8 @@ def convert(
 
     The Parquet file needs about a tenth of the space, and is faster to read.
     """
+    if any(log.exists() and output.exists() and output.samefile(log) for log in logs):
+        raise CommandError(f"--output {output}: this is one of the flow logs; name another file", ExitCode.USAGE)
     lines = to_parquet(FlowLogs(logs), output)
     if as_json:
         print_json({"lines": lines, "output": str(output)})

@@ -172,6 +172,13 @@ def test_damaged_compressed_data_raises_an_error_that_names_the_file(tmp_path: P
         list(source)
 
 
+def test_an_empty_gz_file_raises_an_error_because_its_copy_has_failed(tmp_path: Path) -> None:
+    path = tmp_path / "empty.gz"
+    path.touch()
+    with pytest.raises(CommandError, match=r"empty\.gz: the file is empty"):
+        RecordSource(str(path), None, io.BytesIO())
+
+
 def test_a_field_of_a_csv_file_may_be_as_long_as_a_message() -> None:
     (body,) = bodies(b"a\n" + b"x" * 200_000 + b"\n", Format.CSV)
     assert len(body) == 200_000 + len('{"a":""}')

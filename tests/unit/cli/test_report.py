@@ -109,3 +109,11 @@ def test_a_flow_log_cannot_be_converted_to_a_folder(log: Path, tmp_path: Path, c
     assert main(["convert", str(log), "--output", str(tmp_path)]) == 1
     assert f"qflow: {tmp_path}: this is a folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_flow_log_cannot_be_converted_to_itself(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "flow.jsonl"
+    path.write_text("{}\n")
+    assert main(["convert", str(path), "--output", str(path)]) == 2
+    assert f"qflow: --output {path}: this is one of the flow logs" in capsys.readouterr().err
+    assert path.read_text() == "{}\n"
