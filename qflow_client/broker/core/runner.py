@@ -202,6 +202,7 @@ class Runner:
 
     def wait_until(self, predicate: Callable[[], object], describe: Callable[[], str], timeout: float) -> None:
         """Wait until a condition is true, see `Broker.wait_until`. The `TimeoutError` contains `describe()`."""
+        self._check_process()
         if (self._loop is not None and threading.get_ident() == self._loop_thread) or _is_in_task():
             raise RuntimeError("wait_until would block the running event loop; await wait_until_async instead")
         end = time.monotonic() + timeout

@@ -665,3 +665,27 @@ def test_the_methods_of_a_broker_raise_an_error_in_a_forked_child():
     with Broker() as broker:
         definitions = broker.definitions()
         in_child(check)
+
+
+def test_a_wait_in_a_forked_child_raises_an_error_even_if_a_thread_of_the_parent_had_its_lock() -> None:
+    def check() -> None:
+        with pytest.raises(RuntimeError, match="the broker runs in process"):
+            broker.wait_until(lambda _: True)
+
+    is_held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        # The broker does this for a moment after each change.
+        with broker._runner._changed:
+            is_held.set()
+            release.wait()
+
+    with Broker() as broker:
+        holder = threading.Thread(target=hold)
+        holder.start()
+        is_held.wait()
+        try:
+            in_child(check)
+        finally:
+            release.set()
+            holder.join()
