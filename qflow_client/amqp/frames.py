@@ -498,6 +498,9 @@ def add_header(header: bytes, name: str, value: Any) -> bytes:
     if flags & _HEADERS:
         table, stop = decode_table(header, at)
         if name in table:
+            if table[name] is value:
+                # Do not encode the headers again: software that encodes other values may have written them.
+                return header
             added = encode_table(table | {name: value}, "headers")
         else:
             entries = header[at + 4 : stop] + added[4:]

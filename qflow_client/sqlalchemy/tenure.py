@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import islice
 
-from qflow_client.amqp.frames import FrameError, content_header
+from qflow_client.amqp.frames import FrameError, add_header
 from qflow_client.errors import ProducerFlowed, UndeliveredMessages
 from qflow_client.events import HoldKind
-from qflow_client.message import Message, decode_message, republished
+from qflow_client.message import REPUBLISHED, Message, decode_message, republished
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.redaction import printable
 from qflow_client.sqlalchemy.sessions import FULL_PERIOD, LOOK, Aside, RelayError, Row, Session, silence_of
@@ -244,7 +244,7 @@ class Tenure:
         properties = row.properties
         if may_have_arrived:
             # If the message is moved back to the outbox (`Outbox.retry`), it is sent as a second copy.
-            properties = content_header(republished(decode_message(properties, row.body)))
+            properties = add_header(properties, REPUBLISHED, True)
         self._aside.append(Aside(row.id, properties, printable(reply)))
 
     def _look_around(self, producer: Producer) -> None:

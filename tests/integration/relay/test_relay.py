@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -10,15 +11,16 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from struct import pack
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, insert, make_url
+from sqlalchemy import Engine, create_engine, insert, make_url, select
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from benchmarks.postgresql import PostgresqlServer
 from qflow_client import Credentials, Message, SettingsError
-from qflow_client.amqp.frames import content_header
+from qflow_client.amqp.frames import add_header, content_header
 from qflow_client.broker import Broker
 from qflow_client.message import REPUBLISHED
 from qflow_client.sqlalchemy import Outbox, OutboxRelay, RelayError, tenure
@@ -148,6 +150,23 @@ def test_E14_a_failed_message_that_an_earlier_relay_may_have_sent_is_retried_as_
             outbox.retry(connection)
         eventually(lambda: bodies(broker, "nowhere") == [b"perhaps sent", b"not sent"])
     assert marks(broker, "nowhere") == [True, False]
+
+
+def test_E14_a_row_that_cannot_be_encoded_and_that_an_earlier_relay_may_have_sent_is_set_aside_with_its_bytes(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    # Other software may have written these numbers.
+    properties = content_header(Message(b"", headers={"a": 1.5})).replace(pack(">d", 1.5), pack(">d", math.nan))
+    with engine.begin() as connection:
+        for given in properties, add_header(properties, REPUBLISHED, True):
+            row = {"partition": 0, "exchange": "", "routing_key": "q", "properties": given, "body": b""}
+            connection.execute(insert(outbox.tables.rows), row)
+    permit(engine, outbox, 2)
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        eventually(lambda: relay.counts.set_aside == 2)
+    with engine.begin() as connection:
+        stored = connection.execute(select(outbox.tables.failed.c.properties)).scalars().all()
+    assert stored == [add_header(properties, REPUBLISHED, True)] * 2
 
 
 def test_E10_a_relay_moves_a_damaged_row_aside_and_publishes_all_other_rows(
