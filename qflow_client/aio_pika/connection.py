@@ -143,7 +143,12 @@ async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connectio
     except asyncio.CancelledError:
         # Otherwise a task of aio-pika's robust connection would continue to connect, and hang `asyncio.run` at its end.
         for connection in made:
-            await connection.close()
+            try:
+                await connection.close()
+            finally:
+                # aiormq may have just opened a connection, which aio-pika has not yet stored.
+                if (tapped := getattr(connection, "tapped", None)) is not None:
+                    tapped.abort()
         raise
     except (TypeError, ValueError) as error:
         refused = censored(error, url)

@@ -15,6 +15,7 @@ from typing import Any
 
 import aio_pika as original
 import pytest
+from aio_pika.abc import UnderlayConnection
 from aiormq.exceptions import AMQPConnectionError, ChannelInvalidStateError
 
 import qflow_client.aio_pika as aio_pika
@@ -617,6 +618,28 @@ async def test_a_cancelled_connect_leaves_no_task_and_no_socket(connect: Any) ->
                 await connecting
             assert await asyncio.wait_for(loop.sock_recv(peer, 100), PATIENCE) == b""
     await soon(lambda: asyncio.all_tasks() == before)
+
+
+@with_both
+async def test_a_connect_that_is_cancelled_when_its_connection_is_open_closes_this_connection(
+    broker: Broker, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = UnderlayConnection.make_connection
+    counts: list[int] = []
+
+    async def make_and_cancel(*values: Any, **keywords: Any) -> Any:
+        made = await make(*values, **keywords)
+        counts.append(broker.connection_count)
+        connecting.cancel()
+        await asyncio.sleep(0)
+        return made
+
+    monkeypatch.setattr(UnderlayConnection, "make_connection", make_and_cancel)
+    connecting = asyncio.ensure_future(connect(broker.url))
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    assert counts == [1]
+    await soon(lambda: broker.connection_count == 0)
 
 
 async def test_connecting_to_a_port_without_a_listener_raises_the_error_of_aio_pika() -> None:
