@@ -139,7 +139,7 @@ def export(
     A producer may use the outbox at the same time. Damaged messages are left out.
     """
     damaged = Outbox.look_damaged(path)
-    if output is not None and output.exists() and output.samefile(path):
+    if output is not None and any(output.exists() and each.exists() and output.samefile(each) for each in _files(path)):
         raise CommandError(f"--output {output}: this is the outbox itself; name another file", ExitCode.USAGE)
     if damaged:
         print(f"qflow: {_damaged(damaged)} left out; qflow outbox ls shows the reasons", file=sys.stderr)
@@ -147,6 +147,12 @@ def export(
         file = None if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
         for stored in _stored(path):
             print_json(_whole(stored), file=file)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Yield the paths of the outbox and of SQLite's files beside it, which may contain the newest messages."""
+    real = path.resolve()
+    return (real.with_name(f"{real.name}{ending}") for ending in ("", "-wal", "-shm", "-lock"))
 
 
 def _envelope(stored: StoredMessage) -> dict[str, Any]:

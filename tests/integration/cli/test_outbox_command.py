@@ -114,7 +114,10 @@ def test_export_writes_all_data_of_each_message(path: Path, tmp_path: Path, caps
 def test_export_does_not_overwrite_the_outbox(path: Path, tmp_path: Path, capsys: Capture) -> None:
     link = tmp_path / "link"
     link.symlink_to(path)
-    for output in (path, link):
+    # After a crash, this file contains the newest messages.
+    log = path.with_name(f"{path.name}-wal")
+    log.touch()
+    for output in (path, link, log):
         assert main(["outbox", "export", str(path), "--output", str(output)]) == 2
         assert capsys.readouterr().err == f"qflow: --output {output}: this is the outbox itself; name another file\n"
     assert left(path) == ["id-1", "id-2", "id-3"]
