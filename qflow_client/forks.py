@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 __all__ = ["after_fork_in_child", "around_forks", "close_in_children", "not_shared", "replace_copy", "separately"]
 
 _T = TypeVar("_T")
 
-# Sockets whose copies forked children close.
-_sockets: WeakSet[socket.socket] = WeakSet()
+
+class _HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
+
+
+# Sockets, or owners of sockets, whose copies forked children close.
+_sockets: WeakSet[_HasDescriptor] = WeakSet()
 
 
 def after_fork_in_child(function: Callable[[], object]) -> None:
@@ -41,10 +45,13 @@ def replace_copy(descriptor: int) -> None:
             os.close(nothing)
 
 
-def close_in_children(sock: socket.socket) -> None:
+def close_in_children(sock: _HasDescriptor) -> None:
     """Close the copy of a socket in each child that this process forks while the socket is open.
 
     A connection ends for its peer only when the last copy of its socket is closed.
+
+    Args:
+        sock: a socket, or another object whose ``fileno()`` returns the descriptor of a socket, or -1 if it is closed.
     """
     _sockets.add(sock)
 

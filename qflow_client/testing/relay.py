@@ -13,11 +13,10 @@ from copy import copy
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, cast
-from weakref import WeakSet
 
 import pamqp.base
 
-from qflow_client.forks import after_fork_in_child, replace_copy
+from qflow_client.forks import close_in_children
 
 __all__ = ["NO_RULES", "Direction", "ProxiedConnection", "Relay", "Relays", "Rules"]
 
@@ -377,7 +376,7 @@ class End(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        _ends.add(self)
+        close_in_children(self)
         self.address = _name(transport.get_extra_info("peername"))
         self.name = _name(transport.get_extra_info("sockname"))
         self._incoming.source = self
@@ -440,22 +439,9 @@ class End(asyncio.Protocol):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self._transport.abort()
 
-    def close_copy(self) -> None:
-        """In a forked child, close the copy of the socket. Otherwise the peer would not notice that it is closed."""
-        if self._transport is not None:
-            replace_copy(self._transport.get_extra_info("socket").fileno())
-
-
-# The sockets of all proxies in this process.
-_ends: WeakSet[End] = WeakSet()
-
-
-def _close_copies() -> None:
-    for end in tuple(_ends):
-        end.close_copy()
-
-
-after_fork_in_child(_close_copies)
+    def fileno(self) -> int:
+        """Return the descriptor of the socket, or -1 if the socket is closed (for `close_in_children`)."""
+        return -1 if self._transport is None else int(self._transport.get_extra_info("socket").fileno())
 
 
 class Relays:
