@@ -20,6 +20,7 @@ There are never more unsettled rows than the producer's window allows. While the
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import time
 from collections import deque
@@ -174,8 +175,8 @@ class Tenure:
         # The text that was last passed to `Session.say`.
         self._said = ""
         self._answered_at = _monotonic()
-        # When the producer was last seen with an open channel.
-        self._connected_at = self._answered_at
+        # When the producer was first seen without a channel after its newest one; infinity while a channel is open.
+        self._lost_at = math.inf
 
     @property
     def silence(self) -> float:
@@ -253,8 +254,11 @@ class Tenure:
         # The hold ``disconnected`` is no measure, because it stays on an open channel while the producer searches for a
         # message that costs the connection.
         channel = producer._protocol.channel
-        self._connected_at = max(self._connected_at, channel.opened_at if channel.number is None else now)
-        if now - self._connected_at > self._lease / 2:
+        if channel.number is not None:
+            self._lost_at = math.inf
+        elif self._lost_at == math.inf or channel.opened_at > self._lost_at:
+            self._lost_at = now
+        elif now - self._lost_at > self._lease / 2:
             raise RelayError("the broker could not be reached for half of the lease; other relays may reach it")
         if now >= self._look_at:
             self._look_at = now + LOOK

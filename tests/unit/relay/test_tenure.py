@@ -193,3 +193,20 @@ def test_E14_a_relay_without_a_channel_for_half_of_the_lease_gives_up_its_partit
 def test_E14_a_relay_keeps_its_partitions_while_its_producer_opens_channels_and_loses_them(database: Database) -> None:
     database.lost_at, database.loses_each = database.now, True
     work(database, 100.0, lease=10.0)
+
+
+def test_E14_a_relay_that_was_suspended_counts_the_time_without_a_channel_only_from_its_next_look(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    due = database.due
+    suspensions = iter([0.0, 0.0, 6.0])
+
+    def suspended() -> set[int]:
+        database.now += next(suspensions, 0.0)
+        return due()
+
+    monkeypatch.setattr(database, "due", suspended)
+    database.lost_at = database.now + 7.0
+    with pytest.raises(RelayError, match="could not be reached for half of the lease"):
+        work(database, 100.0, lease=10.0)
+    assert 5.0 < database.now - database.lost_at < 10.0
