@@ -268,8 +268,7 @@ class FaultProxy:
 
     def _call(self, function: Callable[[], _Result]) -> _Result:
         """Run a function on the proxy's loop, and return its result. On the loop's own thread, run it directly."""
-        if self._loop is not None and self._pid != os.getpid():
-            raise RuntimeError(f"the proxy runs in process {self._pid}, and this is process {os.getpid()}")
+        self._check_process()
         done: Future[_Result] = Future()
 
         def run() -> None:
@@ -287,6 +286,11 @@ class FaultProxy:
         if here:
             run()
         return done.result()
+
+    def _check_process(self) -> None:
+        # Check this before any lock, because another thread may have held the lock during the fork.
+        if self._loop is not None and self._pid != os.getpid():
+            raise RuntimeError(f"the proxy runs in process {self._pid}, and this is process {os.getpid()}")
 
     def _has_changed(self) -> None:
         if self._waiting:
@@ -340,6 +344,7 @@ class FaultProxy:
         Raises:
             TimeoutError: the result was not true within `timeout` seconds. The error text lists the connections.
         """
+        self._check_process()
         end = time.monotonic() + timeout
         with self._changed:
             self._waiting += 1

@@ -153,7 +153,7 @@ def test_the_fault_reset_resets_the_connections_of_both_sides(dial, proxy):
 
 def test_the_methods_of_a_proxy_raise_an_error_in_a_forked_child(proxy):
     def check() -> None:
-        for call in (proxy.cut, proxy.stall, lambda: proxy.connections):
+        for call in (proxy.cut, proxy.stall, lambda: proxy.connections, lambda: proxy.wait_until(lambda _: True)):
             with pytest.raises(RuntimeError, match="the proxy runs in process"):
                 call()
 
