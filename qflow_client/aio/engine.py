@@ -208,8 +208,8 @@ class Engine(BaseEngine):
         assert self.loop is not None
         storage = Storage(self.settings)
         self._commits = commits = Commits(self.loop, storage)
-        await commits.open()
         try:
+            await commits.open()
             if self.ended:
                 raise ProducerClosed(CLOSED)
             self.step(lambda protocol: storage.attach(protocol, SpilledReceipt, self._take, commits.committed))

@@ -64,19 +64,22 @@ class Commits:
             OutboxInUse, OutboxError: as for `Storage.open`, or the disk does not answer.
         """
         storage = self._storage
-        opening = call_on_thread(storage.open, f"qflow-outbox-open {storage.name}")
+        opening: asyncio.Future[None] | None = None
         try:
+            opening = call_on_thread(storage.open, f"qflow-outbox-open {storage.name}")
             await asyncio.wait((opening,), timeout=storage.patience)
             if not opening.done():
                 raise storage.no_answer()
             opening.result()
         except BaseException as error:
             storage.close(0.0)
-            # `storage.close` may make `opening` fail. Read this error, because asyncio logs errors that are never read.
-            opening.add_done_callback(asyncio.Future.exception)
-            if isinstance(error, asyncio.CancelledError):
-                # Wait until the opening has ended. Without this wait, the next producer could find the outbox in use.
-                await asyncio.wait((opening,), timeout=DISK_PATIENCE)
+            if opening is not None:
+                # `storage.close` may make `opening` fail. Read this error, because asyncio logs errors that are never
+                # read.
+                opening.add_done_callback(asyncio.Future.exception)
+                if isinstance(error, (asyncio.CancelledError, KeyboardInterrupt)):
+                    # Wait until the opening has ended. Otherwise the next producer could find the outbox in use.
+                    await asyncio.wait((opening,), timeout=DISK_PATIENCE)
             raise
 
     async def close(self, patience: float) -> None:

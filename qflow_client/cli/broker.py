@@ -605,8 +605,9 @@ def broker(
                 where = "" if its_marks is marks_given or read.path is None else f"{read.path}: "
                 raise CommandError(f"{where}{error}", ExitCode.USAGE) from error
         _watch_resident_size(running, stack)
-        # The output may go to a log, such as the journal of systemd. The default password is well known.
-        url = running.url if running.settings.users == {"guest": "guest"} else hide_password(running.url)
+        # The output may go to a log, such as the journal of systemd. Passwords on the command line are no secret.
+        is_public = user or running.settings.users == {"guest": "guest"}
+        url = running.url if is_public else hide_password(running.url)
         http_url = None if running.settings.http_port is None else running.http_url
         if as_json:
             print_json({"url": url, "http_url": http_url})

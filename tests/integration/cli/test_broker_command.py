@@ -208,7 +208,7 @@ def test_command_line_options_override_options_in_the_configuration_file(tmp_pat
     try:
         assert process.stdout is not None
         http_url = process.stdout.readline().strip()
-        assert url.startswith("amqp://ann:s3cret@127.0.0.1:")
+        assert url.startswith("amqp://ann:***@127.0.0.1:")
         with urllib.request.urlopen(f"{http_url}/api/queues", timeout=20) as answer:
             queues = {queue["name"]: queue for queue in json.load(answer)}
         assert list(queues) == ["orders", "invoices", "more"]
