@@ -78,10 +78,10 @@ class Database:
         self.stop_at = math.inf
         self._error = error
         self._pid = os.getpid()
-        # Held during each call of SQLite and during transactions. A fork during a call could copy a locked mutex of
-        # SQLite into the child, which would then wait for it forever. A child that ends a transaction of its parent
-        # damages the file. Reentrant, because a signal handler may fork.
-        self._calling = threading.RLock()
+        #: Held during each call of SQLite and during transactions. A fork during a call could copy a locked mutex of
+        #: SQLite into the child, which would then wait for it forever. A child that ends a transaction of its parent
+        #: damages the file. Reentrant, because a signal handler may fork.
+        self.calling = threading.RLock()
         _databases.add(self)
         uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
         try:
@@ -91,7 +91,7 @@ class Database:
         except OSError as failure:
             raise error(f"{self.path}: {failure.strerror}") from failure
         try:
-            with self._calling:
+            with self.calling:
                 self._file = sqlite3.connect(
                     uri, uri=True, timeout=_BUSY_SLICE, isolation_level=None, check_same_thread=False
                 )
@@ -99,7 +99,7 @@ class Database:
             raise error(f"{self.path}: {failure}") from failure
         try:
             if not read_only:
-                with self.transaction():
+                with self.calling, self.transaction():
                     if not self.one("SELECT count(*) FROM sqlite_master") and not self.one("PRAGMA user_version"):
                         self.execute(f"PRAGMA application_id = {application_id}")
                         self.execute(f"PRAGMA user_version = {version}")
@@ -136,7 +136,7 @@ class Database:
     def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
         self.check_process()
         try:
-            with self._calling:
+            with self.calling:
                 return self._file.execute(statement, values)
         except _FAILURES as failure:
             if _is_locked(failure):
@@ -148,7 +148,7 @@ class Database:
         while time.monotonic() < min(give_up_at, self.deadline, self.stop_at):
             time.sleep(_PAUSE)
             try:
-                with self._calling:
+                with self.calling:
                     return self._file.execute(statement, values)
             except _FAILURES as error:
                 failure = error
@@ -159,7 +159,7 @@ class Database:
     def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
         self.check_process()
         try:
-            with self._calling:
+            with self.calling:
                 self._file.executemany(statement, rows)
         except _FAILURES as failure:
             raise self._failed(failure) from failure
@@ -167,7 +167,7 @@ class Database:
     def rows(self, statement: str, *values: object) -> list[Any]:
         try:
             cursor = self.execute(statement, *values)
-            with self._calling:
+            with self.calling:
                 return cursor.fetchall()
         except _FAILURES as failure:
             raise self._failed(failure) from failure
@@ -179,17 +179,20 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Run the ``with`` block as a transaction, which makes all changes or none."""
+        """Run the ``with`` block as a transaction, which makes all changes or none.
+
+        Use it as ``with file.calling, file.transaction():``. This method must not hold the lock `calling` itself: if
+        Ctrl-C came after the ``yield`` and before the block, the lock would stay locked as long as the error is kept.
+        """
         try:
             self.execute("BEGIN IMMEDIATE")
-            with self._calling:
-                yield
-                self.execute("COMMIT")
+            yield
+            self.execute("COMMIT")
         except BaseException:
             # Report the first error, not an error of the rollback. In a forked child, the transaction is the parent's.
             with suppress(sqlite3.Error, QflowError):
                 self.check_process()
-                with self._calling:
+                with self.calling:
                     if self._file.in_transaction:
                         self._file.execute("ROLLBACK")
             raise
@@ -197,7 +200,7 @@ class Database:
     def close(self) -> None:
         """Close the file. Do nothing in a forked child, because the open file belongs to the parent."""
         if os.getpid() == self._pid:
-            with self._calling:
+            with self.calling:
                 self._file.close()
 
 
@@ -209,7 +212,7 @@ _held: dict[int, tuple[list[Any], list[bool]]] = {}
 def _before_fork() -> None:
     """Wait until no thread uses SQLite, and prevent new calls. A disk that does not answer stops no fork."""
     deadline = time.monotonic() + _FORK_PATIENCE
-    locks, held = _held[threading.get_ident()] = [each._calling for each in tuple(_databases)], []
+    locks, held = _held[threading.get_ident()] = [each.calling for each in tuple(_databases)], []
     for lock_ in locks:
         # Acquire and record the result in one call into C, so that Ctrl-C cannot come between the two.
         held.extend(map(lock_.acquire, (True,), (max(0.0, deadline - time.monotonic()),)))
@@ -222,6 +225,8 @@ def _after_fork() -> None:
 
 
 around_forks(_before_fork, _after_fork)
+# A child cannot use these files. A lock that `_before_fork` did not get stays locked in the child.
+after_fork_in_child(_databases.clear)
 
 
 def _refuse_url(path: str | os.PathLike[str], error: type[QflowError]) -> None:

@@ -103,7 +103,7 @@ class _OnDisk:
     def add(self, message_id: str) -> None:
         file = self._file
         now = self.clock()
-        with file.transaction():
+        with file.calling, file.transaction():
             if self._max_age < math.inf:
                 end = now - self._max_age
                 # Delete the expired ids one by one, beginning with the lowest number. Usually there are few.

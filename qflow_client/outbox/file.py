@@ -197,7 +197,7 @@ def aside(file: Database) -> list[int]:
 
 def set_aside(file: Database, sequences: Iterable[int]) -> None:
     """Mark damaged messages, which `Outbox.read` then skips."""
-    with file.transaction():
+    with file.calling, file.transaction():
         file.execute_many(
             "UPDATE message SET held = held | ? WHERE sequence = ?", [(_SET_ASIDE, sequence) for sequence in sequences]
         )

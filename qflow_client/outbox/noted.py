@@ -163,7 +163,7 @@ class Noted:
                 # A single statement is a transaction by itself.
                 file.execute(outboxfile.INSERT, *rows[0])
             else:
-                with file.transaction():
+                with file.calling, file.transaction():
                     file.execute_many(outboxfile.INSERT, rows)
                     if reached:
                         self._write_positions(file, {source: at.value for source, at in reached.items()})
@@ -203,7 +203,7 @@ class Noted:
 
     def set_position(self, file: Database, source: str, value: _Value | None) -> None:
         """Write the position of a source to the file, without a message; ``None`` to forget the source."""
-        with file.transaction():
+        with file.calling, file.transaction():
             self._write_positions(file, {source: value})
         self._has_table = True
         self._set_reached(source, _Reached(0, value, value))

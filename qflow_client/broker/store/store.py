@@ -195,7 +195,7 @@ class Store:
     def write(self, batch: Batch) -> None:
         """Write all changes of a batch, or none."""
         file = self._file
-        with file.transaction():
+        with file.calling, file.transaction():
             for change in batch.changes:
                 self._change(change)
             for puts in _portions(batch.puts):
@@ -254,7 +254,7 @@ class Store:
 
     def _set_aside(self, table: str, row: int, why: str) -> None:
         file, name = self._file, f"{table} {row}"
-        with file.transaction():
+        with file.calling, file.transaction():
             columns = [column[1] for column in file.rows(f"PRAGMA table_info({table})") if column[1] != "body"]
             shown = " || ' ' || ".join(f"quote({column})" for column in columns)
             body = "body" if table == "message" else "NULL"
@@ -271,7 +271,7 @@ class Store:
 
     def end_deletions(self, numbers: Sequence[int]) -> None:
         """Remove the messages of deleted queues, and forget these queues."""
-        with self._file.transaction():
+        with self._file.calling, self._file.transaction():
             self._file.execute(_REMOVE, json.dumps(numbers))
             self._file.execute("DELETE FROM deleted")
 

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import _GeneratorContextManager, closing, contextmanager, suppress
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -25,6 +25,7 @@ from qflow_client.database import LockFile
 from qflow_client.files import lock
 from qflow_client.message import REPUBLISHED
 from tests.effort import rounds
+from tests.interrupting import press
 from tests.unit.messages import PROPERTIES
 
 from .support import change, crash
@@ -600,7 +601,7 @@ def test_a_fork_waits_until_no_thread_is_in_a_call_or_a_transaction_of_sqlite(pa
         if not in_transaction:
             file.execute("SELECT wait()")
             return
-        with file.transaction():
+        with file.calling, file.transaction():
             wait()
 
     class Lock:
@@ -617,21 +618,79 @@ def test_a_fork_waits_until_no_thread_is_in_a_call_or_a_transaction_of_sqlite(pa
         __exit__ = release
 
     with Outbox(path) as outbox:
-        file, calling = outbox._file, outbox._file._calling
+        file, calling = outbox._file, outbox._file.calling
         file._file.create_function("wait", 0, wait)
         thread = threading.Thread(target=work)
         thread.start()
         assert begun.wait(PATIENCE)
-        file._calling = Lock()  # type: ignore[assignment]
+        file.calling = Lock()  # type: ignore[assignment]
         child = os.fork()
         if not child:
             os._exit(7 if events and not file._file.in_transaction else 1)
-        file._calling = calling
+        file.calling = calling
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         thread.join(PATIENCE)
         assert events == [True]
         put(outbox, b"1")
         assert bodies(outbox) == [b"1"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_forks_of_a_forked_child_do_not_wait_for_the_threads_of_its_parent(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qflow_client.database._FORK_PATIENCE", 0.05)
+    locked, unlock = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with outbox._file.calling:
+            locked.set()
+            unlock.wait(PATIENCE)
+
+    with Outbox(path) as outbox:
+        thread = threading.Thread(target=hang)
+        thread.start()
+        assert locked.wait(PATIENCE)
+        child = os.fork()
+        if not child:
+            monkeypatch.setattr("qflow_client.database._FORK_PATIENCE", PATIENCE)
+            begun = time.monotonic()
+            if not os.fork():
+                os._exit(0)
+            os._exit(7 if time.monotonic() < begun + PATIENCE else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        unlock.set()
+        thread.join(PATIENCE)
+
+
+def test_after_ctrl_c_at_the_begin_of_a_transaction_other_threads_can_commit(path: Path) -> None:
+    enter = _GeneratorContextManager.__enter__
+
+    def enter_and_press(manager: _GeneratorContextManager[None]) -> None:
+        # Python runs signal handlers after the `yield` of `Database.transaction`, before the ``with`` block.
+        patched.undo()
+        enter(manager)
+        press()
+
+    def commit() -> None:
+        # The first commit rolls the interrupted transaction back, and reports that.
+        with suppress(OutboxError):
+            outbox.commit()
+        outbox.commit()
+
+    outbox = Outbox(path)
+    put(outbox, b"1")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_GeneratorContextManager, "__enter__", enter_and_press)
+        with pytest.raises(KeyboardInterrupt) as pressed:
+            outbox.commit()
+    thread = threading.Thread(target=commit, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    # While the program keeps the error, its traceback keeps the interrupted transaction.
+    assert pressed.value.__traceback__ is not None
+    assert outbox.durable == outbox.last == 1
+    outbox.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
