@@ -150,6 +150,7 @@ class Link(ChannelIO):
         self._tap = Tap()
         self.writer = self.services = TapIOServices(self._tap, lock, self._after_io, self._delay)
         self.services.order_addresses = self._order_addresses
+        self.services.loop.handle = self._handle
         later, post = self.services.call_later, self.services.add_callback_threadsafe
         self._upkeep = Upkeep(reconnection, protocol, lock, later, post, self._leave_host, asker)
         # pika's connection; ``None`` between two tries to connect, and while credentials are requested.
@@ -239,7 +240,7 @@ class Link(ChannelIO):
                 # `open` does not wait, so this timer ends a try that takes too long.
                 self._next = self.services.call_later(self._settings.connect_timeout, self._time_is_up)
             self._connect()
-            self._run_loop()
+            self.services.run()
         except BaseException as error:
             # After any error, all waiting callers must get an error, and the connection must end.
             log(
@@ -259,20 +260,16 @@ class Link(ChannelIO):
             self._after()
             self.services.close()
 
-    def _run_loop(self) -> None:
-        """Run pika's loop. If pika raises an error while it connects, only this try to connect fails.
+    def _handle(self, error: Exception) -> bool:
+        """If pika raises an error while it connects, let only this try to connect fail, and return True.
 
         For example, the process has no free file descriptor for a socket, or cannot start a thread for `getaddrinfo`.
         """
-        while True:
-            try:
-                self.services.run()
-                return
-            except Exception as error:
-                if self._connection is None or self._is_open or self._cut_for is not None:
-                    raise
-                self._cut_for = _words(error), False
-                self._cut()
+        if self._connection is None or self._is_open or self._cut_for is not None:
+            return False
+        self._cut_for = _words(error), False
+        self._cut()
+        return True
 
     def _connect(self) -> None:
         if self._upkeep.renewer is None:

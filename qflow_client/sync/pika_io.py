@@ -173,6 +173,33 @@ class _TapContext(ssl.SSLContext):
         return _TapSocket(self._context.wrap_socket(sock, *args, **kwargs), self._services)
 
 
+class _Loop(IOLoop):
+    """pika's loop, which can continue after an error. A second call of `start` might find no free file descriptor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Called with each error of a callback. If it returns False, the error ends the loop.
+        self.handle: Callable[[Exception], bool] = lambda _error: False
+
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:
+            if not self.handle(error):
+                raise
+
+    def add_handler(self, fd: int, handler: Callable[[int, int], None], events: int) -> None:
+        super().add_handler(fd, partial(self.call, handler), events)
+
+    def call_later(self, delay: float, callback: Callable[[], object]) -> Any:
+        return super().call_later(delay, partial(self.call, callback))
+
+    def add_callback_threadsafe(self, callback: Callable[[], object]) -> None:
+        super().add_callback_threadsafe(partial(self.call, callback))
+
+    add_callback = add_callback_threadsafe
+
+
 class TapIOServices(SelectorIOServicesAdapter):
     """pika's I/O services, with a `Tap` at the socket. One object serves several connections, one after the other.
 
@@ -192,7 +219,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         after: Callable[[], None],
         delay: Callable[[int], float] = lambda _size: 0.0,
     ) -> None:
-        super().__init__(IOLoop())  # type: ignore[arg-type]  # it accepts pika's own loop
+        self.loop = _Loop()
+        super().__init__(self.loop)  # type: ignore[arg-type]  # it accepts pika's own loop
         # The calls that other threads request. pika's own queue of calls uses a lock. A signal handler or a finalizer
         # may interrupt a thread that holds this lock, and would wait for the lock forever.
         self._calls: deque[Callable[[], object]] = deque()
@@ -259,7 +287,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         with suppress(BlockingIOError):
             self._woken.recv(_READ_CHUNK)
         for _ in range(len(self._calls)):
-            self._calls.popleft()()
+            self.loop.call(self._calls.popleft())
 
     def close(self) -> None:
         super().close()

@@ -403,11 +403,14 @@ def test_a_connection_that_is_reset_right_after_it_opens_counts_as_a_failed_atte
     assert bodies(broker) == [b"1"]
 
 
+def open_nothing(*_arguments: Any) -> Any:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
 class _Full:
     """The module `socket` of a process without a free file descriptor."""
 
-    def socket(self, *_arguments: Any) -> socket.socket:
-        raise OSError(errno.EMFILE, "Too many open files")
+    socket = staticmethod(open_nothing)
 
 
 def start_no_thread(_timer: threading.Timer) -> None:
@@ -430,6 +433,8 @@ def test_a_producer_reconnects_after_the_process_had_no_free_descriptors_or_thre
             now.setattr(where, what)
             with pytest.raises(ConnectionFailed, match=why):
                 Producer(broker.url, routing_key="q")
+            # The loop that runs must not end: another thread may use each free descriptor before the loop runs again.
+            now.setattr("select.epoll", open_nothing)
             broker.drop_connections()
             eventually(lambda: why in str(producer.health()))
         assert producer.send(b"1", timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED
