@@ -17,7 +17,7 @@ from typing import Any
 
 from qflow_client.errors import QflowError
 from qflow_client.files import lock, make_private, open_private, unlock
-from qflow_client.forks import after_fork_in_child, around_forks
+from qflow_client.forks import after_fork_in_child, before_fork
 from qflow_client.redaction import is_url, shown
 
 __all__ = ["BUSY", "Database", "LockFile"]
@@ -205,27 +205,28 @@ class Database:
 
 
 _databases: weakref.WeakSet[Database] = weakref.WeakSet()
-# For each thread that forks: the locks to acquire before the fork, and whether each of them was acquired.
-_held: dict[int, tuple[list[Any], list[bool]]] = {}
 
 
-def _before_fork() -> None:
-    """Wait until no thread uses SQLite, and prevent new calls. A disk that does not answer stops no fork."""
+def _wait_for_calls() -> None:
+    """Wait until no thread uses SQLite. A disk that does not answer stops no fork.
+
+    Do not keep the locks during the fork. Python may call other functions before the fork, and they may wait for a
+    thread that waits for these locks. Without them, this thread usually forks before another thread can run.
+    """
     deadline = time.monotonic() + _FORK_PATIENCE
-    locks, held = _held[threading.get_ident()] = [each.calling for each in tuple(_databases)], []
-    for lock_ in locks:
-        # Acquire and record the result in one call into C, so that Ctrl-C cannot come between the two.
-        held.extend(map(lock_.acquire, (True,), (max(0.0, deadline - time.monotonic()),)))
+    locks, held = [each.calling for each in tuple(_databases)], list[bool]()
+    try:
+        for lock_ in locks:
+            # Acquire and record the result in one call into C, so that Ctrl-C cannot come between the two.
+            held.extend(map(lock_.acquire, (True,), (max(0.0, deadline - time.monotonic()),)))
+    finally:
+        for lock_, is_held in zip(locks, held, strict=False):
+            if is_held:
+                lock_.release()
 
 
-def _after_fork() -> None:
-    for lock_, is_held in zip(*_held.pop(threading.get_ident(), ((), ())), strict=False):
-        if is_held:
-            lock_.release()
-
-
-around_forks(_before_fork, _after_fork)
-# A child cannot use these files. A lock that `_before_fork` did not get stays locked in the child.
+before_fork(_wait_for_calls)
+# A child cannot use these files. A lock that `_wait_for_calls` did not get stays locked in the child.
 after_fork_in_child(_databases.clear)
 
 

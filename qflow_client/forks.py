@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
-__all__ = ["after_fork_in_child", "around_forks", "close_in_children", "not_shared", "replace_copy", "separately"]
+__all__ = ["after_fork_in_child", "before_fork", "close_in_children", "not_shared", "replace_copy", "separately"]
 
 _T = TypeVar("_T")
 
@@ -26,10 +26,10 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
         os.register_at_fork(after_in_child=function)
 
 
-def around_forks(before: Callable[[], object], after: Callable[[], object]) -> None:
-    """Call `before` on the thread that forks, before each fork, and `after` in both processes after the fork."""
+def before_fork(function: Callable[[], object]) -> None:
+    """Call a function before each fork of this process, on the thread that forks."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=before, after_in_parent=after, after_in_child=after)
+        os.register_at_fork(before=function)
 
 
 def replace_copy(descriptor: int) -> None:

@@ -635,6 +635,42 @@ def test_a_fork_waits_until_no_thread_is_in_a_call_or_a_transaction_of_sqlite(pa
         assert bodies(outbox) == [b"1"]
 
 
+_OTHER_LOCK = """
+import os, sys, threading
+
+lock, forking = threading.Lock(), threading.Event()
+
+def before():
+    forking.set()
+    lock.acquire()
+
+os.register_at_fork(before=before, after_in_parent=lock.release, after_in_child=lock.release)
+
+# Python calls the functions of modules that are imported later first.
+from qflow_client.outbox import Outbox
+
+def work():
+    with lock:
+        locked.set()
+        forking.wait()
+        outbox.put(b"1", "e", "k", "id")
+        outbox.commit()
+
+with Outbox(sys.argv[1]) as outbox:
+    locked = threading.Event()
+    threading.Thread(target=work).start()
+    locked.wait()
+    if not os.fork():
+        os._exit(0)
+"""
+
+
+def test_a_fork_ends_even_if_it_waits_for_a_lock_of_a_thread_that_uses_an_outbox(path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _OTHER_LOCK, path]
+    subprocess.run(command, env=_environment(), timeout=PATIENCE, check=True)
+    assert len(Outbox.look(path)) == 1
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 def test_forks_of_a_forked_child_do_not_wait_for_the_threads_of_its_parent(
     path: Path, monkeypatch: pytest.MonkeyPatch
