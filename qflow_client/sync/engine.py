@@ -381,8 +381,8 @@ class Engine(BaseEngine):
             raise
         if begun is NOT_TAKEN:
             raise NestedCall("close()")
-        # A callback must not wait for the end of its own thread.
-        if not self.dispatcher.is_current_thread:
+        # A callback must not wait for the end of its own thread. While the interpreter ends, no other thread runs.
+        if not (self.dispatcher.is_current_thread or sys.is_finalizing()):
             # `end` may take four brief waits after the deadline of the other close.
             self._all_ended.wait(deadline + 4 * BRIEF - _monotonic())
         undelivered, self._unreturned = self._unreturned, None

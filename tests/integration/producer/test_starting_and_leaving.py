@@ -165,6 +165,24 @@ def test_E12_close_after_shutdown_raises_the_error_for_undelivered_messages_once
     producer.close()
 
 
+def test_E12_close_after_shutdown_does_not_wait_while_the_interpreter_ends(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Producer(broker.url, routing_key="q") as producer:
+        broker.withhold_confirms()
+        receipt = producer.send(b"1")
+        producer.shutdown(timeout=PATIENCE)
+        eventually(lambda: producer._engine.ended, "the close has begun")
+        with monkeypatch.context() as ending:
+            ending.setattr("qflow_client.sync.engine.BRIEF", PATIENCE)
+            ending.setattr(sys, "is_finalizing", lambda: True)
+            # No thread runs that could end the close.
+            producer.close()
+            assert not receipt.done
+        broker.release_confirms()
+    assert receipt.done
+
+
 _PROGRAM = """
 import signal, sys, time
 from qflow_client import Producer, ProducerClosed
