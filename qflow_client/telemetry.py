@@ -133,6 +133,8 @@ class Observer:
         self.tracer: Tracer | None = None
         #: The remote address and port of the present or last connection; ``None`` before the first connection.
         self.peer: tuple[str, int] | None = None
+        #: Removes this observer when the garbage collector removes the producer; set by `watch`.
+        self.finalizer: weakref.finalize[..., Any] | None = None
 
     def destination(self, exchange: str, routing_key: str) -> str | None:
         """Return the name of a destination, or ``None`` if the destination is not counted separately."""
@@ -536,7 +538,8 @@ def watch(
     if settings.tracing or _metrics.has_sdk:
         protocol.admission.observer = observer
     _metrics.add(observer)
-    weakref.finalize(producer, _metrics.remove, observer).atexit = False
+    observer.finalizer = weakref.finalize(producer, _metrics.remove, observer)
+    observer.finalizer.atexit = False
     return observer
 
 
@@ -544,6 +547,9 @@ def unwatch(observer: Observer) -> None:
     """Stop measuring a producer that has ended."""
     if _metrics is not None:
         _metrics.remove(observer)
+    if observer.finalizer is not None:
+        # The finalizer refers to the observer, which with an outbox refers to the producer.
+        observer.finalizer.detach()
 
 
 class RelayMetrics:

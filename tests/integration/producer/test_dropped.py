@@ -206,3 +206,16 @@ def test_a_producer_garbage_collected_with_its_event_loop_frees_the_outbox_and_l
     with Producer(broker.url, routing_key="q", outbox=tmp_path / "outbox"):
         pass
     assert [message.body for message in broker.messages("q")] == [b"stored"]
+
+
+def test_a_closed_producer_with_an_outbox_uses_no_memory(broker: Broker, tmp_path: Path) -> None:
+    async def connect_and_close() -> weakref.ref[object]:
+        async with AsyncProducer(broker.url, outbox=tmp_path / "outbox") as producer:
+            return weakref.ref(producer._engine)
+
+    with Producer(broker.url, outbox=tmp_path / "outbox") as producer:
+        engine = weakref.ref(producer._engine)
+    del producer
+    gone = asyncio.run(connect_and_close())
+    collect()
+    assert engine() is gone() is None

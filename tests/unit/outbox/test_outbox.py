@@ -666,7 +666,7 @@ with Outbox(sys.argv[1]) as outbox:
 
 
 def test_a_fork_ends_even_if_it_waits_for_a_lock_of_a_thread_that_uses_an_outbox(path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", _OTHER_LOCK, path]
+    command = [sys.executable, "-W", "ignore", "-c", _OTHER_LOCK, str(path)]
     subprocess.run(command, env=_environment(), timeout=PATIENCE, check=True)
     assert len(Outbox.look(path)) == 1
 
