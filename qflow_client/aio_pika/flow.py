@@ -15,13 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from struct import Struct
 from typing import Any
 
-import pamqp.frame
 from aiormq import spec
 from aiormq.abc import DeliveredMessage
-from aiormq.channel import _check_routing_key
 from aiormq.exceptions import (
     AMQPChannelError,
     AMQPConnectionError,
@@ -32,9 +29,8 @@ from aiormq.exceptions import (
 
 from qflow_client.aio.dispatcher import Dispatcher
 from qflow_client.aio.turn import Deadlines, Turns, Waiter, wake_at
-from qflow_client.aio_pika.encoding import header_frame, make_message_id
+from qflow_client.aio_pika.encoding import MessageEncoder, make_message_id
 from qflow_client.aio_pika.returns import Expected, Returns
-from qflow_client.amqp.frames import PublishEncoder
 from qflow_client.core import calls
 from qflow_client.core.step import step
 from qflow_client.dropin import (
@@ -82,7 +78,6 @@ AIO_PIKA = replace(
     not_taken={**AIO_PIKA_ROBUST.not_taken, "on_disconnect": "only connect_robust() reconnects"},
 )
 
-_BODY_HEAD = Struct(">BHI")
 _BASIC_PUBLISH = 60, 40
 _STOPPED_READING = (
     "aiormq stopped reading: its tasks were cancelled, as at the end of asyncio.run(), or the broker sent nothing, not "
@@ -153,8 +148,8 @@ class ChannelFlow(DropInFlow):
         self._number: int | None = None
         # Number of messages that aiormq itself had published on its channel before `opened` was called.
         self._before = 0
-        # Encoded ``Basic.Publish`` frames. A key contains exchange, routing key, mandatory and immediate.
-        self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
+        # Encodes the messages for aiormq's newest channel; set by `opened`.
+        self._encoder: MessageEncoder
         self._returns = Returns()
         # The error that ended aiormq's newest channel. Publishing calls that used the channel raise this error.
         self._reason: BaseException | None = None
@@ -179,7 +174,7 @@ class ChannelFlow(DropInFlow):
         tapped.tap.frame_max = amqp.connection_tune.frame_max
         self._tapped, self._channel, self._number = tapped, channel, number
         self._before = channel.delivery_tag
-        self._methods.clear()
+        self._encoder = MessageEncoder(channel)
         protocol = self.protocol
         if not self._is_named:
             protocol.reports.name = f"aio-pika channel {number}"
@@ -308,8 +303,8 @@ class ChannelFlow(DropInFlow):
                 read all of it in time. The outcome is unknown.
             DeliveryError, PublishError, ChannelInvalidStateError, …: as for aiormq.
         """
-        arguments = (exchange, routing_key, mandatory, immediate)
-        method = self._methods.get(arguments) or self._method(channel, *arguments)
+        encoder = self._encoder if channel is self._channel else MessageEncoder(channel)
+        method = encoder.method(exchange, routing_key, mandatory, immediate)
         if properties is None:
             properties = spec.Basic.Properties(delivery_mode=1)
         message_id = properties.message_id
@@ -324,8 +319,7 @@ class ChannelFlow(DropInFlow):
             raise error
         if channel.is_closed and not self.republishes:
             raise ChannelInvalidStateError(f"{channel!r} closed")
-        message = RepeatableMessage(self._frames(channel, method, properties, body), body)
-
+        message = RepeatableMessage(encoder.frames(method, properties, body), body)
         try:
             return await self._publish(message, exchange, routing_key, message_id if mandatory else None, timeout, wait)
         except asyncio.CancelledError:
@@ -395,32 +389,6 @@ class ChannelFlow(DropInFlow):
                 raise answer
             return answer
         return self._verdict(receipt, began, message.body)
-
-    def _method(self, channel: Any, exchange: str, routing_key: str, mandatory: bool, immediate: bool) -> bytes:
-        _check_routing_key(routing_key)
-        method = spec.Basic.Publish(
-            exchange=exchange, routing_key=routing_key, mandatory=mandatory, immediate=immediate
-        )
-        data = pamqp.frame.marshal(method, channel.number)
-        if channel is self._channel:
-            if len(self._methods) >= PublishEncoder.MAX_ROUTES:
-                self._methods.clear()
-            self._methods[exchange, routing_key, mandatory, immediate] = data
-        return data
-
-    def _frames(self, channel: Any, method: bytes, properties: Any, body: bytes) -> bytes:
-        number, size, most = channel.number, len(body), channel.max_content_size
-        header = header_frame(properties, size, number)
-        if 0 < size < most:
-            return b"".join((method, header, _BODY_HEAD.pack(3, number, size), body, b"\xce"))
-        parts = [method, header]
-        if size:
-            # Divide the body into the same frames as aiormq. If there is no limit for frames, there is one frame.
-            step = most if most > 0 else size
-            for at in range(0, size, step):
-                part = body[at : at + step]
-                parts += (_BODY_HEAD.pack(3, number, len(part)), part, b"\xce")
-        return b"".join(parts)
 
     async def _when_unflowed(
         self, message: EncodedMessage, exchange: str, routing_key: str, timeout: float | None
