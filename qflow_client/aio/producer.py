@@ -228,7 +228,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         admitted = self._admit("send()", payload, exchange, routing_key, deadline, cannot_wait, spills=True)
         if admitted is None:
             assert engine.turns is not None
-            admitted = await engine.turns.send(payload, exchange, routing_key, timeout, source)
+            _ticket, call = engine.turns.begin(payload, exchange, routing_key, timeout, source)
+            admitted = await call
         await engine.made_durable(admitted, deadline)
         return admitted  # type: ignore[return-value]  # as above
 

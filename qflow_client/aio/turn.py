@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from time import monotonic as _monotonic
 from typing import Any, TypeVar
@@ -176,10 +176,13 @@ class Turns:
         # each call, a thousand waiting calls would keep the loop busy.
         self._notice: asyncio.TimerHandle | None = None
 
-    async def send(
+    def begin(
         self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str = ""
-    ) -> Receipt:
-        """Wait in line until a message is admitted. If the caller is cancelled before that, the message is not sent."""
+    ) -> tuple[SendTicket, Coroutine[Any, Any, Receipt]]:
+        """Return the ticket of a message, and a coroutine that puts it in line and waits until it is admitted.
+
+        If the caller is cancelled before the admission, the message is not sent.
+        """
         protocol = self._protocol()
         turn = _Turn(self, self._loop)
         now = _monotonic()
@@ -188,9 +191,8 @@ class Turns:
         )
         if self._notice is None:
             self._notice = self._loop.call_later(protocol.settings.flow_control_wait_notify_period, self._on_notice)
-        return await self.drive(
-            send_call(protocol.line, ticket, now, notices=False), turn, lambda: self.give_up(ticket)
-        )
+        call = send_call(protocol.line, ticket, now, notices=False)
+        return ticket, self.drive(call, turn, lambda: self.give_up(ticket))
 
     async def drive(self, call: Call[_T], waiter: Waiter | _Turn, undo: Callable[[], object] | None = None) -> _T:
         """Run a call that waits.

@@ -351,7 +351,7 @@ class ChannelFlow(DropInFlow):
             receipt = self.protocol.send(message, exchange, routing_key, now)
             if receipt is None:
                 limit = self.settings.max_producer_flow_control_wait if timeout is None else timeout
-                receipt = await self._when_unflowed(message, exchange, routing_key, limit)
+                receipt = await self._when_unflowed(message, exchange, routing_key, limit, expected)
                 if timeout is None:
                     now = _monotonic()
             tapped = self._tapped
@@ -391,12 +391,20 @@ class ChannelFlow(DropInFlow):
         return self._verdict(receipt, began, message.body)
 
     async def _when_unflowed(
-        self, message: EncodedMessage, exchange: str, routing_key: str, timeout: float | None
+        self,
+        message: EncodedMessage,
+        exchange: str,
+        routing_key: str,
+        timeout: float | None,
+        expected: Expected | None,
     ) -> Receipt:
         if self.settings.when_flowed is WhenFlowed.RAISE:
             raise self.flowed(message, exchange, routing_key)
         try:
-            return await self._turns.send(message, exchange, routing_key, timeout)
+            ticket, call = self._turns.begin(message, exchange, routing_key, timeout)
+            if expected is not None:
+                expected.ticket = ticket
+            return await call
         except FlowControlTimeout as error:
             raise FlowControlTimeout(
                 error.holds,
@@ -415,15 +423,10 @@ class ChannelFlow(DropInFlow):
         """Return the error for messages whose channel of aiormq has ended."""
         return self._reason or ChannelInvalidStateError(f"{self._channel!r} closed")
 
-    def _withdraw(self, receipt: Receipt) -> bool:
-        withdrawn = self.protocol.withdraw(receipt, _monotonic())
-        if withdrawn:
-            self._kick()
-        return withdrawn
-
     def _end_wait(self, receipt: Receipt) -> bool:
         """Withdraw a message because its call of `publish` ends. Return True if no byte of the message was written."""
-        if self._withdraw(receipt):
+        if self.protocol.withdraw(receipt, _monotonic()):
+            self._kick()
             return True
         if receipt._outcome is None and self._number is None:
             # The message was written on a lost channel, and was waiting to be sent again.
@@ -447,8 +450,7 @@ class ChannelFlow(DropInFlow):
         holds, held = self.protocol.reports.holds, self.held
         if self._end_wait(receipt):
             self.protocol.line.count_flowed_error()
-            detail = "the socket takes no bytes"
-            socket = Hold(HoldKind.TRANSPORT, since=time.time() - waited, detail=detail)
+            socket = Hold(HoldKind.TRANSPORT, since=time.time() - waited, detail="the socket takes no bytes")
             return FlowControlTimeout(
                 holds or (socket,),
                 waited,

@@ -12,6 +12,7 @@ from aiormq.abc import DeliveredMessage
 from aiormq.exceptions import PublishError
 
 from qflow_client.amqp.frames import HEADER_FRAME, frame
+from qflow_client.core.tickets import SendTicket
 from qflow_client.logs import log
 
 __all__ = ["Expected", "Returns"]
@@ -20,12 +21,14 @@ __all__ = ["Expected", "Returns"]
 class Expected:
     """A mandatory message that the broker may return. `settled` is the future that wakes its call of `publish`."""
 
-    __slots__ = ("answer", "exchange", "routing_key", "settled")
+    __slots__ = ("answer", "exchange", "routing_key", "settled", "ticket")
 
     def __init__(self, settled: asyncio.Future[Any], exchange: str, routing_key: str) -> None:
         self.settled = settled
         self.exchange = exchange
         self.routing_key = routing_key
+        #: The ticket of a message that waits in line, or has waited; ``None`` if it was admitted at once.
+        self.ticket: SendTicket | None = None
         #: The returned message, or the error to raise instead; ``None`` while the message is not returned. `settled`
         #: may be done earlier, at the deadline of `publish`.
         self.answer: DeliveredMessage | PublishError | None = None
@@ -79,10 +82,11 @@ class Returns:
 
     def _take(self, message_id: str, exchange: str, routing_key: str | None) -> Expected | None:
         """Remove and return the message that a return refers to; ``None`` if no call waits for it."""
-        # A message with the same id and another exchange or routing key is another message: the call that published the
-        # returned message may have ended. Brokers return messages in order.
+        # A message with the same id is another message if it has another exchange or routing key, or waits in line: the
+        # call that published the returned message may have ended. Brokers return messages in order.
         for each in self._expected.get(message_id, ()):
-            if (each.exchange, each.routing_key) == (exchange, routing_key):
+            is_admitted = each.ticket is None or each.ticket.is_admitted
+            if is_admitted and (each.exchange, each.routing_key) == (exchange, routing_key):
                 self.forget(message_id, each)
                 return each
         return None
