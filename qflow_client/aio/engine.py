@@ -215,7 +215,8 @@ class Engine(BaseEngine):
             self.step(lambda protocol: storage.attach(protocol, SpilledReceipt, self._take, commits.committed))
             self.storage = storage
         except BaseException:
-            storage.close(0.0)
+            # `attach` may have started the outbox's thread.
+            storage.close(BRIEF)
             raise
 
     def _take(self, step: StoreStep) -> None:

@@ -44,6 +44,10 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        # Threads end in real time, so they get no limit in simulated time.
+        await super().shutdown_default_executor()
+
 
 class Turn:
     """Counts objects in each turn of the loop."""
