@@ -424,9 +424,10 @@ class Engine(BaseEngine):
             except RuntimeError:
                 # No thread can start while the process is ending, so there is no close to wait for.
                 self._leaves_until = None
-                if not sys.is_finalizing():
+                if self.link is not None and not sys.is_finalizing():
                     # The process has too many threads, so try again later.
-                    self.call_later(lambda: self.link.services.call_later(_NEXT_TRY, again))  # type: ignore[union-attr]
+                    later = self.link.services.call_later
+                    self.call_later(lambda: later(_NEXT_TRY, again))
 
         def again() -> None:
             self._on_own_thread(close)
