@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from struct import pack
 from typing import Any
 
 from hypothesis import example, given
@@ -31,3 +33,9 @@ def test_adding_a_header_keeps_the_encoding_of_existing_properties() -> None:
     table = b"\0\0\0\5\1as\0\7"
     header = content_header(Message(b"", delivery_mode=None))[:-2] + (1 << 13).to_bytes(2, "big") + table
     assert add_header(header, "b", True)[14:] == b"\0\0\0\x09\1as\0\7\1bt\1"
+
+
+def test_headers_that_already_have_the_added_header_are_not_encoded_again() -> None:
+    # This library reads NaN but does not write it.
+    header = content_header(Message(b"", headers={"a": 1.5, "b": True})).replace(pack(">d", 1.5), pack(">d", math.nan))
+    assert add_header(header, "b", True) is header
