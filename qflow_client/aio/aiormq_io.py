@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -481,6 +482,10 @@ async def _connected(
     failures: list[OSError] = []
     resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     found, limit = await call_on_thread(resolve, "qflow-getaddrinfo"), math.inf
+    # Start the loop's executor, as the loop's own `getaddrinfo` does. While `asyncio.run` shuts the executor down, the
+    # last tasks of aiormq run. Without this, their objects stay in memory, and asyncio logs errors.
+    with suppress(RuntimeError):
+        loop.run_in_executor(None, int)
     if order_addresses is not None and len(found) > 1:
         found, limit = order_addresses(found)
     for family, kind, protocol, _, address in found:

@@ -247,8 +247,7 @@ async def test_E4_close_exceeds_its_deadline_by_at_most_one_grace_time_for_the_b
     assert sum(waits) < 0.61
 
 
-# Tasks of aio-pika and aiormq in a loop that was closed too early.
-@pytest.mark.filterwarnings("ignore:coroutine 'FutureStore.reject_all' was never awaited:RuntimeWarning")
+# aio-pika's tasks of a loop that was closed too early.
 @pytest.mark.filterwarnings("ignore:.*coroutine object OneShotCallback:pytest.PytestUnraisableExceptionWarning")
 def test_an_outbox_is_free_after_its_producer_is_closed_on_another_event_loop(
     run: Run, broker: Broker, tmp_path: Path

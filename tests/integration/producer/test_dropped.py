@@ -176,8 +176,6 @@ def test_E6_an_async_producer_that_never_connected_keeps_no_object_alive() -> No
     assert gone() is None
 
 
-# Without the loop, aiormq cannot end its tasks.
-@pytest.mark.filterwarnings("ignore:coroutine 'FutureStore.reject_all' was never awaited:RuntimeWarning")
 @pytest.mark.usefixtures("patient_sends", "patient_ends")
 @pytest.mark.parametrize("when", ["as the loop ends", "after the loop"])
 def test_a_producer_garbage_collected_with_its_event_loop_frees_the_outbox_and_logs_lost_messages(
