@@ -315,7 +315,7 @@ def test_a_lack_of_memory_in_sqlite_is_an_error_of_the_outbox_and_the_next_commi
 
     with Outbox(path) as outbox:
         (one,) = put(outbox, b"1")
-        outbox._file._file, real = Full(), outbox._file._file  # type: ignore[assignment]
+        outbox._file._file, real = Full(), outbox._file._file  # type: ignore[assignment]  # it fails
         with pytest.raises(OutboxError, match="outbox: MemoryError"):
             outbox.wait_durable(one)
         outbox._file._file = real
@@ -623,7 +623,7 @@ def test_a_fork_waits_until_no_thread_is_in_a_call_or_a_transaction_of_sqlite(pa
         thread = threading.Thread(target=work)
         thread.start()
         assert begun.wait(PATIENCE)
-        file.calling = Lock()  # type: ignore[assignment]
+        file.calling = Lock()  # type: ignore[assignment]  # it tells of the fork
         child = os.fork()
         if not child:
             os._exit(7 if events and not file._file.in_transaction else 1)
