@@ -273,6 +273,19 @@ def test_the_thresholds_of_a_queue_can_be_set_with_the_keyboard_alone(page: Page
     broker.wait_until(lambda broker: broker.queue("orders").thresholds.flow_stop_count == 20, PATIENCE)
 
 
+def test_keys_replace_a_threshold_that_was_updated_while_its_field_had_the_focus(page: Page, broker: Broker) -> None:
+    broker.declare_queue("orders", arguments=ORDERS)
+    page.get_by_role("button", name="orders").click()
+    field = page.get_by_role("group", name="Messages").get_by_label("ON above")
+    expect(field).to_have_value("10")
+    field.focus()
+    page.keyboard.press("Control+A")
+    broker.set_thresholds("orders", flow_stop_count=30)
+    expect(field).to_have_value("30")
+    page.keyboard.type("20")
+    expect(field).to_have_value("20")
+
+
 def test_the_list_of_queues_can_be_filtered_sorted_and_paged(page: Page, broker: Broker) -> None:
     for number in range(60):
         broker.declare_queue(f"queue {number:02}", arguments=ORDERS)

@@ -368,7 +368,10 @@ function showDetail(told) {
   );
   for (const field of inputs) {
     const value = String(told.thresholds[field.name]);
-    if (!edited.has(field) && field.value !== value) field.value = value;
+    if (edited.has(field) || field.value === value) continue;
+    field.value = value;
+    // The assignment drops the selection. With all selected, the keys that follow replace the new value.
+    if (field === document.activeElement) field.select();
   }
   chart.show(told);
 }
