@@ -32,12 +32,17 @@ _log = logging.getLogger(__name__)
 #: One line of a flow log.
 Line = dict[str, Any]
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 #: The name of an unfinished file begins with this character, because Spark and Hadoop ignore such files.
 _UNFINISHED = "_"
 # Seconds between two checks for new lines.
 _WRITE_PERIOD = 0.1
+
+
+def _encode(line: Mapping[str, Any]) -> bytes:
+    # Replace characters that UTF-8 cannot encode. For example, the reason of a hold may contain the name of a file.
+    return _encoder.encode(line).encode(errors="replace") + b"\n"
 
 
 def microseconds(seconds: float) -> int:
@@ -348,13 +353,11 @@ class FlowLog:
             self._write_out()
             lines: list[bytes] = []
             for line in self._take():
-                lines.append(_encode(line).encode())
-                lines.append(b"\n")
+                lines.append(_encode(line))
             if self.lost > self._told_lost:
                 told, self._told_lost = self._told_lost, self.lost
                 line = {"at": microseconds(time.time()), "kind": "lost", "lost": self.lost - told}
-                lines.append(_encode(line).encode())
-                lines.append(b"\n")
+                lines.append(_encode(line))
             self._unwritten = b"".join(lines)
             self._write_out()
 

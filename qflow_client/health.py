@@ -71,11 +71,11 @@ class HasHealth(Protocol):
 
 
 def _answer(producers: Iterable[HasHealth]) -> tuple[int, list[tuple[str, str]], bytes]:
-    found = {producer.name: producer.health() for producer in producers}
-    is_ready = all(health.is_ready for health in found.values())
-    body = json.dumps(
-        {name: {"state": health.state, "reasons": health.reasons} for name, health in found.items()}
-    ).encode()
+    found = [(producer.name, producer.health()) for producer in producers]
+    # If several producers have the same name, the last one is shown. So sort the producers that are not ready last.
+    found.sort(key=lambda named: not named[1].is_ready)
+    is_ready = all(health.is_ready for _, health in found)
+    body = json.dumps({name: {"state": health.state, "reasons": health.reasons} for name, health in found}).encode()
     headers = [("content-type", "application/json"), ("content-length", str(len(body)))]
     if not is_ready:
         headers.append(("retry-after", _RETRY_AFTER))

@@ -75,6 +75,14 @@ def test_each_flow_log_record_of_a_hold_can_be_evaluated_without_any_other_recor
     ]
 
 
+def test_a_character_that_utf_8_cannot_encode_does_not_end_the_flow_log(tmp_path: Path) -> None:
+    with FlowLog(tmp_path) as log:
+        log.write({"detail": "the disk of \udcff is full"})
+        log.flush()
+        log.write({"detail": "later"})
+    assert [line["detail"] for line in _lines(tmp_path)] == ["the disk of ? is full", "later"]
+
+
 def test_holds_that_began_before_the_flow_log_watched_the_producer_are_recorded_from_then_on(tmp_path: Path) -> None:
     producer = Fake(A)
     with FlowLog(tmp_path, period=0.02) as log:
