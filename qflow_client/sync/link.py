@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -127,14 +127,14 @@ class Link(ChannelIO):
     The I/O thread runs pika's own loop, so heartbeats are sent even if the application is busy.
 
     Args:
-        hosts: pika's connection parameters for each host, made by `parameters`.
+        hosts: pika's connection parameters for each host, made by `parameters`. They are made again for each reconnect.
         topology: the objects to declare each time before the channel is opened; ``None`` for nothing.
         asker: requests the credentials; ``None`` if the hosts' URLs contain the credentials.
     """
 
     def __init__(
         self,
-        hosts: Sequence[pika.URLParameters],
+        hosts: list[pika.URLParameters],
         reconnection: Reconnection,
         protocol: ProducerProtocol,
         lock: Guard,
@@ -305,6 +305,13 @@ class Link(ChannelIO):
         with self._lock:
             self._tap = self.services.tap = Tap()
         self._next = self.services.call_later(self._settings.connect_timeout, self._time_is_up)
+        reconnection = self._reconnection
+        try:
+            # Read the files of ssl_options again, because the certificates may have been replaced.
+            self._hosts[reconnection.host] = parameters(reconnection.host_url, self._settings)
+        except SettingsError as error:
+            self._lost(str(error))
+            return
         self._connect()
 
     def _time_is_up(self) -> None:

@@ -14,6 +14,8 @@ from qflow_client import ConnectionFailed, Outcome, Producer
 from qflow_client.broker import Broker
 from tests.certificates import certify, server_context
 
+from .tools import eventually
+
 Pair = tuple[Path, Path]
 
 
@@ -77,3 +79,28 @@ def test_a_producer_does_not_connect_to_a_broker_whose_certificate_has_another_n
     broker = make_broker(ssl_context=server_context(*elsewhere))
     with pytest.raises(ConnectionFailed, match=r"(?i)certificate.verify.failed|mismatch"):
         skin(f"{broker.url}?{options(elsewhere[0])}")
+
+
+def test_a_producer_reads_the_files_of_certificates_again_when_it_reconnects(
+    make_producer: Callable[..., Producer],
+    options: Callable[..., str],
+    make_broker: Callable[..., Broker],
+    certificate: Pair,
+    client: Pair,
+    tmp_path: Path,
+) -> None:
+    broker = make_broker(ssl_context=server_context(*certificate))
+    trusted = tmp_path / "ca.pem"
+    trusted.write_bytes(certificate[0].read_bytes())
+    producer = make_producer(f"{broker.url}?{options(trusted)}", reconnect_delay=0.01, reconnect_delay_max=0.02)
+
+    def fails(words: str) -> bool:
+        return words in producer.health().reasons[-1].lower().replace("_", " ")
+
+    trusted.write_bytes(client[0].read_bytes())
+    broker.drop_connections()
+    eventually(lambda: producer.health().state == "disconnected" and fails("certificate verify failed"))
+    trusted.write_bytes(b"")
+    eventually(lambda: fails("no certificate or crl found"))
+    trusted.write_bytes(certificate[0].read_bytes())
+    assert producer.send(b"x", timeout=20).result(timeout=20) is Outcome.CONFIRMED
