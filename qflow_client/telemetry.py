@@ -111,7 +111,7 @@ class _Traced(Message):
 
 
 class Observer:
-    """Measures the messages of one producer. Calls of `settled` and `spilled` never run at the same time."""
+    """Measures the messages of one producer. Calls of `settled`, `spilled` and `failed_on_disk` never overlap."""
 
     def __init__(self, protocol: ProducerProtocol, name: str, url: str, histogram: Histogram) -> None:
         self.protocol = protocol
@@ -180,6 +180,10 @@ class Observer:
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
         """End the span of a message that waits in the outbox, because the outbox later returns it without its span."""
         self._end_span_of(payload, receipt, time.time_ns(), spilled=True)
+
+    def failed_on_disk(self, receipt: Receipt) -> None:
+        """Count a message of the outbox that was settled without admission. Its number is not a key of `began`."""
+        self._count(receipt, 1, None, 0.0)
 
     def _end_span_of(self, payload: object, receipt: Receipt, at: int, *, spilled: bool = False) -> None:
         if type(payload) is _Traced and payload.trace.span is not None:

@@ -59,6 +59,9 @@ class MessageObserver(Protocol):
                 later sends another object, which it reads from disk.
         """
 
+    def failed_on_disk(self, receipt: Receipt) -> None:
+        """Called with a settled receipt whose message was never admitted, for example because it was too old."""
+
     def record(self, *, now: float) -> None:
         """Record what was measured. The skin calls this method without a lock, after steps that may settle receipts."""
 

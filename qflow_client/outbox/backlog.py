@@ -249,6 +249,8 @@ class Backlog:
         reported = reports.failures if reports.settled is None else reports.settled
         if not reported or reported[-1] is not receipt:
             reports.settle_unadmitted(receipt, outcome)
+            if self._admission.observer is not None:
+                self._admission.observer.failed_on_disk(receipt)
         self.spilled.pop(sequence, None)
         if self.ready and self.ready[0].sequence == sequence:
             self.ready.popleft()

@@ -26,6 +26,7 @@ from qflow_client import (
     FlowControlTimeout,
     HoldKind,
     Message,
+    MessageFailed,
     MessageReturned,
     Outcome,
     Position,
@@ -154,6 +155,20 @@ def test_a_message_that_stays_in_the_outbox_is_not_counted_as_sent_before_the_ne
     broker.release_confirms()
     make_producer(outbox=tmp_path / "outbox").flush(PATIENCE)
     assert list(collected.values(SENT).values()) == [1]
+
+
+def test_a_message_that_becomes_too_old_in_the_outbox_is_counted_as_failed(
+    collected: Collected, make_producer: Callable[..., Producer], tmp_path: Path
+) -> None:
+    producer = make_producer(outbox=tmp_path / "outbox", when_flowed="spill", outbox_max_age=1e-6)
+    producer.pause()
+    receipts = [producer.send(b"x") for _ in range(3)]
+    producer.resume()
+    for receipt in receipts:
+        with pytest.raises(MessageFailed):
+            receipt.result(PATIENCE)
+    assert collected.values("qflow.producer.settled", "qflow.outcome")["failed"] == 3
+    assert SENT not in collected() or not collected.values(SENT)
 
 
 def test_the_destination_name_in_telemetry_follows_the_opentelemetry_conventions() -> None:
