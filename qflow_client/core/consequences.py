@@ -177,6 +177,7 @@ class Consequences:
     def end(self, reason: str, now: float) -> None:
         """Settle every message, because no other channel will be opened."""
         parts = self._parts
+        closed_by_application = parts.admission.closed is not None and not parts.channel.is_over
         parts.channel.is_over = True
         # If the application has closed the producer, the end is not flow control, so no hold is raised.
         parts.channel.disconnect(reason, now, held=parts.admission.closed is None)
@@ -184,6 +185,10 @@ class Consequences:
         parts.channel.settle_all(reason, now)
         if parts.admission.store is not None:
             parts.admission.store.end(reason)
+        if closed_by_application:
+            # Report these holds as ``closed``, because nothing lifts them any more.
+            for hold in self._gate.holds:
+                self._gate.lift(hold.kind, now=now, source=hold.source)
 
     # An unfinished step.
 

@@ -503,6 +503,9 @@ class FlowController:
         return self.gate.is_open
 
     def _limit(self, kind: str, now: float) -> None:
+        if self.gate.is_shut:
+            # Nothing enters any more, so do not raise a hold that nothing would lift.
+            return
         limited = self._limited
         limited[kind] = None
         # This changes nothing if the hold already exists.

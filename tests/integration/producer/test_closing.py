@@ -75,6 +75,24 @@ def test_closing_a_producer_during_an_alarm_does_not_end_the_alarm_and_logs_no_e
     assert [record for record in errors if record.name.startswith(libraries)] == []
 
 
+@pytest.mark.parametrize("kind", ["paused", "rate"])
+def test_a_producer_that_is_closed_during_its_own_hold_reports_that_the_hold_has_ended(
+    make_producer: Callable[..., Producer], kind: str
+) -> None:
+    producer = make_producer(rate=0.01, rate_burst=1)
+    flows = Flows(producer, kinds=[kind])
+    if kind == "paused":
+        producer.pause("stocktaking")
+    else:
+        producer.send(b"1")
+        with pytest.raises(FlowControlTimeout):
+            producer.send(b"2", timeout=0)
+    producer.close()
+    assert not producer.flow_state.flowed
+    flows.wait_for(FlowEventKind.CLOSED)
+    assert flows.kinds == [FlowEventKind.FLOWED, FlowEventKind.CLOSED]
+
+
 def test_close_is_idempotent_and_later_sends_raise_an_error(producer: Producer, broker: Broker) -> None:
     producer.send(b"1")
     producer.close()
