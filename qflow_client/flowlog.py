@@ -257,7 +257,17 @@ class FlowLog:
 
         Returns:
             A function that ends the observation. If the producer is closed, the log ends the observation itself.
+
+        Raises:
+            RuntimeError: the log is closed, or it was created in the parent of this forked process.
         """
+        if self._closed:
+            raise RuntimeError("the flow log is closed; create another one")
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"the flow log was created in process {self._pid}, and this is process {os.getpid()}: create a flow "
+                "log in the child"
+            )
         settings = producer.settings
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
         lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))

@@ -83,6 +83,19 @@ def test_a_character_that_utf_8_cannot_encode_does_not_end_the_flow_log(tmp_path
     assert [line["detail"] for line in _lines(tmp_path)] == ["the disk of ? is full", "later"]
 
 
+def test_a_flow_log_watches_no_producer_after_its_end_and_in_a_forked_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = Fake()
+    with FlowLog(tmp_path) as log, monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        with pytest.raises(RuntimeError, match="this is process 1: create a flow log in the child"):
+            log.watch(producer)
+    with pytest.raises(RuntimeError, match="closed"):
+        log.watch(producer)
+    assert producer.listeners == []
+
+
 def test_holds_that_began_before_the_flow_log_watched_the_producer_are_recorded_from_then_on(tmp_path: Path) -> None:
     producer = Fake(A)
     with FlowLog(tmp_path, period=0.02) as log:
