@@ -55,6 +55,9 @@ MAX_DESTINATIONS = 32
 # Minimum seconds between two reports of durations to the SDK, because a report takes longer than a `send`.
 _RECORD_PERIOD = 0.01
 
+# Minimum seconds between two log records about errors of the SDK, because the SDK may fail for every message.
+_ERROR_PERIOD = 10.0
+
 # The upper bounds of the histogram's buckets in seconds, from the semantic conventions.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 
@@ -129,6 +132,8 @@ class Observer:
         self._recorded_at = 0.0
         # Spans to end: the span, the receipt, the time in nanoseconds since 1970, and the attributes to add.
         self._spans: deque[tuple[Span, Receipt, int, Mapping[str, Any]]] = deque()
+        # Number of errors of the SDK that are not logged yet, and the earliest time in seconds to log the next error.
+        self._errors, self._log_error_at = 0, 0.0
         #: Creates the spans of messages; ``None`` if messages are not traced.
         self.tracer: Tracer | None = None
         #: The remote address and port of the present or last connection; ``None`` before the first connection.
@@ -232,12 +237,13 @@ class Observer:
         try:
             return call()
         except Exception as error:
-            log(
-                logging.ERROR,
-                "%s: telemetry failed; messages are not affected",
-                self.attributes["qflow.producer.name"],
-                error=error,
-            )
+            self._errors += 1
+            now = _monotonic()
+            if now >= self._log_error_at:
+                self._log_error_at = now + _ERROR_PERIOD
+                errors, self._errors = self._errors, 0
+                words = "%s: telemetry failed (%d times since the last record); messages are not affected"
+                log(logging.ERROR, words, self.attributes["qflow.producer.name"], errors, error=error)
             return None
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from opentelemetry import metrics, propagate, trace
@@ -37,6 +37,7 @@ from qflow_client import (
     telemetry,
 )
 from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
 from tests.effort import rounds
 
 from .tools import PATIENCE, eventually, hold, start, start_send, wait_in_line
@@ -408,6 +409,19 @@ def test_a_sender_gets_its_receipt_even_if_a_telemetry_exporter_raises(
     producer.pause()
     receipts = [producer.send(b"%d" % number) for number in range(3)]
     assert len(receipts) == producer.stored == 3
+
+
+def test_errors_of_telemetry_are_logged_at_most_once_in_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = (100.0, 101.0, 109.0, 110.0)
+    monkeypatch.setattr(telemetry, "_monotonic", iter(times).__next__)
+    observer = telemetry.Observer(cast("Any", None), "p", "amqp://localhost", cast("Any", None))
+    for _ in times:
+        assert observer.give(lambda: 1 // 0) is None
+    assert flush_logs(PATIENCE)
+    counts = [record.args[1] for record in caplog.records if "telemetry failed" in record.msg]  # type: ignore[index]  # a tuple
+    assert counts == [1, 3]
 
 
 @pytest.mark.parametrize("method", ["on_start", "on_end"])
