@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -165,6 +165,12 @@ class _Watch:
     producer: _Producer
     lines: ProducerLines
     unsubscribe: Callable[[], None] = lambda: None
+    # The producer's time in seconds since 1970 minus `time.monotonic`. A change of the wall clock does not change it.
+    offset: float = field(default_factory=lambda: time.time() - time.monotonic())
+
+    def tell(self, at: float) -> None:
+        """Write lines about the present holds up to `at`, a time of `time.monotonic` in seconds."""
+        self.lines.tell(microseconds(at + self.offset))
 
 
 class FlowLog:
@@ -272,8 +278,13 @@ class FlowLog:
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
         lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))
         watch = _Watch(producer, lines)
+
+        def take(event: FlowEvent) -> None:
+            watch.offset = event.at - time.monotonic()
+            self._put((watch, event))
+
         # Subscribe before reading the present holds, to miss no event. `_raised` ignores a hold that is reported twice.
-        watch.unsubscribe = producer.on_flow(lambda event: self._put((watch, event)))
+        watch.unsubscribe = producer.on_flow(take)
         state = producer.flow_state
         with self._writing:
             lines.begin(state, microseconds(time.time()))
@@ -330,7 +341,7 @@ class FlowLog:
         try:
             self._write_waiting()
             for watch in watches:
-                watch.lines.tell(microseconds(time.time()))
+                watch.tell(time.monotonic())
             self._write_waiting()
         finally:
             # Even if the disk is full. Otherwise the file would stay open and unfinished until the process ends.
@@ -382,7 +393,7 @@ class FlowLog:
 
     def _take(self) -> Iterator[Line]:
         # Read the time before the queue, so that all events up to `at` are handled before `_tell` reports the holds.
-        at = microseconds(time.time())
+        at = time.monotonic()
         yield from self._drain()
         if time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + self.period
@@ -402,11 +413,11 @@ class FlowLog:
             else:
                 yield item
 
-    def _tell(self, at: int) -> None:
+    def _tell(self, at: float) -> None:
         with self._lock:
             watches = tuple(self._watches)
         for watch in watches:
-            watch.lines.tell(at)
+            watch.tell(at)
             if watch.producer.closed:
                 with self._lock:
                     if watch in self._watches:

@@ -83,6 +83,22 @@ def test_a_character_that_utf_8_cannot_encode_does_not_end_the_flow_log(tmp_path
     assert [line["detail"] for line in _lines(tmp_path)] == ["the disk of ? is full", "later"]
 
 
+def test_a_flow_log_does_not_count_a_change_of_the_wall_clock_as_time_of_a_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, wall_time, began = Fake(), time.time, time.time()
+    log = FlowLog(tmp_path, period=1e-6)
+    log.watch(producer)
+    monkeypatch.setattr(time, "time", lambda: wall_time() + 3600.0)
+    hold = Hold("paused", began)
+    producer.listeners[0](_event(FlowEventKind.FLOWED, hold, (hold,), began))
+    log.flush()
+    log.close()
+    raised, *held = _lines(tmp_path)
+    assert held
+    assert 0 < cast("int", held[-1]["at"]) - cast("int", raised["at"]) < 60_000_000
+
+
 def test_a_flow_log_watches_no_producer_after_its_end_and_in_a_forked_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
