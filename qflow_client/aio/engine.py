@@ -428,6 +428,8 @@ class Engine(BaseEngine):
         now = _monotonic()
         call = calls.close(self.protocol, waiter, deadline, now, self._reason, waits_for_holds=waits_for_holds)
         try:
+            # Close before `unregister` lifts the hold of the manager. Otherwise it would admit waiting messages.
+            self.protocol.close(self._reason, now)
             self.unregister()
             await self.drive(call, waiter)
             patience = good_bye_until(deadline)

@@ -363,6 +363,9 @@ class Engine(BaseEngine):
         def begin() -> bool:
             nonlocal first
             first = self._begin_to_close()
+            if first:
+                # Close before `unregister` lifts the hold of the manager. Otherwise it would admit waiting messages.
+                self.protocol.close(CLOSED, _monotonic())
             return first
 
         waiter = Waiter()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from qflow_client import FlowControlTimeout, FlowManager, Producer, flow_manager
+from qflow_client import FlowControlTimeout, FlowManager, Producer, ProducerClosed, flow_manager
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
@@ -86,6 +86,19 @@ def test_a_closed_producer_is_not_in_the_registry_of_the_flow_manager(
     assert set(manager.resources) == {producer}
     producer.close()
     assert not manager.resources
+
+
+def test_D5_a_message_that_waits_for_the_flow_manager_is_not_sent_when_its_producer_is_closed(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    manager = FlowManager()
+    producer = make_producer(manager=manager)
+    manager.stop_all()
+    job = start_send(producer)
+    producer.close()
+    with pytest.raises(ProducerClosed):
+        job.result()
+    assert bodies(broker) == []
 
 
 @pytest.mark.usefixtures("one_connection")
