@@ -245,7 +245,7 @@ class Watch:
         self.opened(0.0)
 
     def opened(self, now: float) -> None:
-        # The last time at which the broker sent data, no confirm was missing, or the broker blocked the connection.
+        # The last time at which the broker was alive, no confirm was missing, or the broker blocked the connection.
         self._silent_since = now
         # When the unanswered probe was sent; ``None`` if there is none.
         self._probed_at: float | None = None
@@ -260,7 +260,7 @@ class Watch:
         """Decide whether to keep the connection.
 
         Args:
-            heard_at: the time at which the broker last sent data.
+            heard_at: the time at which the broker last showed that it is alive, see `Tap.alive_at`.
             is_due: whether there are messages in flight, so that the broker has to send confirms.
             is_blocked: whether the broker blocks the connection.
             settled: number of messages that were settled so far.

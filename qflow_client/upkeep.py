@@ -107,7 +107,7 @@ class Upkeep:
         number = protocol.channel.number
         why = self._watch.look(
             time.monotonic(),
-            heard_at=tap.heard_at,
+            heard_at=tap.alive_at,
             is_due=number is not None and protocol.in_flight > 0,
             is_blocked=tap.is_blocked,
             settled=protocol.settled_so_far,

@@ -193,6 +193,8 @@ class Tap:
         self.closed: str | None = None
         #: When the broker last sent data.
         self.heard_at = 0.0
+        # When the socket last accepted bytes of a publishing channel.
+        self._wrote_at = 0.0
         # Channels with an unanswered frame of `probe`.
         self._probed: set[int] = set()
         # Callbacks for the expected answers to `update_secret`, oldest first.
@@ -530,6 +532,11 @@ class Tap:
             return True
         return False
 
+    @property
+    def alive_at(self) -> float:
+        """When the broker last sent data, or last read a part of a frame for which the socket had no room."""
+        return self.heard_at if self.at_border else max(self.heard_at, self._wrote_at)
+
     # Writing.
 
     @property
@@ -566,6 +573,8 @@ class Tap:
 
     def advance(self, count: int, now: float) -> None:
         """Record that the first `count` bytes of `data_to_write` are written. `count` can be 0."""
+        if count:
+            self._wrote_at = now
         if self._remains:
             # An empty `memoryview` would keep the whole message in memory.
             self._remains = self._remains[count:] or b""

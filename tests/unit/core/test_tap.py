@@ -311,6 +311,21 @@ def test_E15_the_library_does_not_see_the_answer_to_a_liveness_probe() -> None:
     assert channel.told == []
 
 
+def test_E15_a_broker_that_reads_a_frame_from_a_full_socket_is_alive() -> None:
+    tap, channel = attached()
+    tap.received(HEARTBEAT, 1.0)
+    channel.outbound.add(b"a large frame")
+    assert tap.data_to_write(100)
+    tap.advance(2, 2.0)
+    assert tap.alive_at == 2.0
+    # The socket is still full.
+    tap.advance(0, 3.0)
+    assert tap.alive_at == 2.0
+    # A broker that does not answer may have received nothing of a frame for which the socket has room.
+    tap.advance(11, 4.0)
+    assert tap.alive_at == 1.0
+
+
 def test_a_producer_that_is_attached_to_a_blocked_connection_is_notified_of_the_block() -> None:
     tap = Tap()
     tap.received(encode(Connection.Blocked("low on disk"), 0), 0.0)
