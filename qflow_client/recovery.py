@@ -253,6 +253,11 @@ class Watch:
         self._blocked_since: float | None = None
 
     @property
+    def served_until(self) -> float:
+        """When the broker began to block the connection or, if it does not block it, was last alive."""
+        return self._silent_since if self._blocked_since is None else self._blocked_since
+
+    @property
     def _doublings(self) -> int:
         return min(self._moves // (self._hosts - 1), _MOST_DOUBLINGS)
 
@@ -299,7 +304,7 @@ class Return:
 
     While a producer is connected to another host, it probes the first host every `period` seconds. When the first host
     has answered all probes for `return_to_first` seconds, the producer returns. If the new connection fails, or is lost
-    within `return_to_first` seconds, the next wait is twice as long. The longest wait is 32 times `return_to_first`.
+    or blocked within `return_to_first` seconds, the next wait is twice as long, but at most 32 times `return_to_first`.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
@@ -308,7 +313,7 @@ class Return:
         self.period = None if self._after is None else self._after / _PROBES
         # Since when the first host has answered all probes; ``None`` until it answers, and after a missing answer.
         self._answers_since: float | None = None
-        # When the producer connected to the first host; ``None`` if its last connection was to another host.
+        # When the producer connected to the first host; ``None`` if its last connection was to another host or is over.
         self._kept_since: float | None = None
         # Number of returns to the first host since a connection to it lasted for `return_to_first` seconds.
         self._returns = 0
@@ -319,6 +324,10 @@ class Return:
             self._answers_since = None
             self._kept_since = now if self._kept_since is None else self._kept_since
             return
+        self.served_until(now)
+
+    def served_until(self, now: float) -> None:
+        """Record when the connection to the first host ended, or when that host began to be silent or to block it."""
         if self._after is not None and self._kept_since is not None and now - self._kept_since >= self._after:
             self._returns = 0
         self._kept_since = None

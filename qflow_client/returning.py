@@ -80,6 +80,10 @@ class Returner:
         self._return.opened(self._reconnection.host, time.monotonic())
         self._probe_later()
 
+    def served_until(self, now: float) -> None:
+        """Record when the connected host began to be silent or to block the connection, which now ends for that."""
+        self._return.served_until(now)
+
     def end(self) -> None:
         self._is_open = False
         self._probe.cancel()

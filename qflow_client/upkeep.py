@@ -96,6 +96,7 @@ class Upkeep:
             return
         why = self._guard.take(partial(self._ask, tap))
         if why:
+            self._returner.served_until(self._watch.served_until)
             self._reconnection.move_on()
             self._leave(why)
             return

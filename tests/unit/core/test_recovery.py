@@ -285,6 +285,23 @@ def test_E15_a_short_stay_on_the_first_host_doubles_the_wait_for_the_next_return
     assert waits == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 1920.0, 1920.0, 60.0]
 
 
+def test_E15_a_time_in_which_the_first_host_blocks_the_connection_does_not_make_its_stay_long() -> None:
+    host = watch(on_blocked="failover", failover_delay=80.0)
+    assert [look(host, now, blocked=True) for now in (150.0, 229.0)] == [None, None]
+    assert look(host, 230.0, blocked=True)
+    assert host.served_until == 150.0
+    rule = returning()
+    now, waits = 0.0, []
+    for kept in (10.0, 10.0, 60.0, 0.0):
+        at = returns(rule, now, now + 1e4)
+        assert at is not None
+        waits.append(at - now - 15.0)
+        rule.opened(0, at)
+        rule.served_until(at + kept)
+        now = at + kept + 80.0
+    assert waits == [60.0, 120.0, 240.0, 60.0]
+
+
 def test_E15_reopening_a_channel_does_not_change_when_a_producer_returns_to_the_first_host() -> None:
     rule = returning()
     rule.opened(1, 0.0)
