@@ -290,8 +290,9 @@ class ProducerSettings:
         close_timeout: default timeout of `close` and of the end of a ``with`` block, in seconds; ``None`` for no limit.
             `max_producer_flow_control_wait` also limits this time (E12).
         on_disconnect: what happens to unsettled messages after a lost connection: ``"republish"`` or ``"fail"``.
-        reconnect_timeout: seconds for which the producer tries to reconnect after a loss. Then the producer ends.
-            ``None`` for no limit, 0 to end at the first loss.
+        reconnect_timeout: seconds for which the producer tries to reconnect after a loss. Then the producer ends, after
+            a last try of each host, which takes `connect_timeout` at most. ``None`` for no limit, 0 to end at the first
+            loss.
         reconnect_delay: seconds before the first try to reconnect. After each round of all hosts, the pause is doubled.
         reconnect_delay_max: maximum pause in seconds between two tries. If a connection lasts less than this time, the
             pauses continue to grow. A message that may have caused losses waits for this time on each new channel.
@@ -303,8 +304,8 @@ class ProducerSettings:
         failover_delay: if a connection is blocked for this number of seconds, the producer connects to the next host.
             If all hosts block the producer, the delay is doubled each time all other hosts were tried.
         return_to_first: if the first host answers for this number of seconds, a producer on another host returns to it
-            (E15). The first host is probed four times in this period. If the connection to the first host is lost
-            within this time, the next wait is twice as long. ``None`` to never return.
+            (E15). The first host is probed four times in this period. If the connection to the first host is lost or
+            blocked within this time, the next wait is twice as long. ``None`` to never return.
         liveness: if confirms are missing and the broker sends nothing for this number of seconds, the producer sends a
             probe (E15). If the broker sends nothing for another half of this time, the producer ends the connection and
             tries the next host first. ``None`` to use only heartbeats.
