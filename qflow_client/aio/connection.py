@@ -140,6 +140,14 @@ class TappedRobustConnection(TappedConnection, aio_pika.RobustConnection):
         task = getattr(self, "_RobustConnection__reconnection_task", None)
         return super().is_closed or (task is not None and task.cancelling() > 0 and task is asyncio.current_task())
 
+    async def _on_connection_close(self, closing: asyncio.Future[Any]) -> None:
+        # A channel that is being restored holds a lock that its restoration on the next connection needs. If the lost
+        # connection was blocked, aiormq would let the channel wait forever for the end of the block.
+        if self.transport is not None:
+            unblocked: asyncio.Event = self.transport.connection._Connection__connection_unblocked  # type: ignore[attr-defined]
+            unblocked.set()
+        await super()._on_connection_close(closing)
+
 
 def address_of(url: object, parameters: Mapping[str, object]) -> URL:
     """Return the URL for aio-pika, with `parameters` added to its query.

@@ -299,6 +299,26 @@ async def test_a_robust_connection_reconnects_together_with_its_producers(broker
     await connection.close()
 
 
+async def test_a_robust_connection_that_was_lost_while_blocked_restores_a_channel_that_the_broker_had_closed(
+    broker: Broker,
+) -> None:
+    connection = await connect_async(broker.url, robust=True, reconnect_interval=0.01)
+    channel: Any = await connection.channel()
+
+    async def consume(_message: Any) -> None:
+        """There is no message."""
+
+    await (await channel.get_queue("q")).consume(consume)
+    broker.block("memory")
+    broker.close_channels()
+    # The channel waits for the end of the block, with the lock that its restoration on the next connection needs.
+    await soon(channel._RobustChannel__restore_lock.locked)
+    broker.drop_connections()
+    broker.unblock()
+    await soon(lambda: broker.queue("q").consumers == 1)
+    await connection.close()
+
+
 async def test_a_cancelled_task_of_a_robust_connection_that_reconnects_ends(broker: Broker) -> None:
     with FaultProxy(broker.url) as proxy:
         connection = await connect_async(proxy.url, robust=True, reconnect_interval=0.01)
