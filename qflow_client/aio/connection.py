@@ -29,7 +29,7 @@ from qflow_client.aio.aiormq_io import OrderAddresses, TapTransport, TapTranspor
 from qflow_client.errors import ConnectionFailed, SettingsError
 from qflow_client.recovery import is_final
 from qflow_client.redaction import HARMLESS, is_harmless, shown, words_of
-from qflow_client.settings import check_setting
+from qflow_client.settings import check_setting, check_timeout
 from qflow_client.skin import connection_failed, lost, no_answer
 from qflow_client.topology import Declaration
 
@@ -200,7 +200,9 @@ async def connect_async(
     Raises:
         ConnectionFailed: connecting failed; the text gives the reason.
         SettingsError: the URL is not valid, or a parameter is not allowed.
+        TypeError, ValueError: `timeout` is not a number.
     """
+    check_timeout(timeout)
     kind = TappedRobustConnection if robust else TappedConnection
     connection = kind(address_of(url, parameters), ssl_context=ssl_context, client_properties=client_properties)
     await open_connection(connection, url, timeout)

@@ -46,7 +46,7 @@ from qflow_client.errors import SettingsError
 from qflow_client.guard import Guard, serve
 from qflow_client.logs import log
 from qflow_client.redaction import hide_password, shown
-from qflow_client.settings import check_setting
+from qflow_client.settings import check_setting, check_timeout
 from qflow_client.skin import BRIEF, GIVEN_UP, connection_failed, lost, no_answer, no_confirms
 from qflow_client.sync.channel_io import ChannelIO
 from qflow_client.sync.latch import Latch
@@ -451,18 +451,22 @@ def connect(
     Raises:
         ConnectionFailed: connecting failed; the text gives the reason.
         SettingsError: `url` is neither a valid URL nor an object with pika's connection parameters.
+        TypeError, ValueError: `timeout` is not a number.
     """
+    check_timeout(timeout)
     if isinstance(url, str):
         check_setting("url", url)
     parameters = url_parameters(url) if isinstance(url, str) else copy.copy(url)
     if not isinstance(parameters, pika.connection.Parameters):
         raise SettingsError(f"url={shown(url)}: it must be a URL, or pika's connection parameters")
+    address = hide_password(url) if isinstance(url, str) else _address(parameters)
     if timeout is not None:
+        if timeout <= 0:
+            raise no_answer(address, timeout)
         parameters.socket_timeout = min(timeout, parameters.socket_timeout or timeout)
         parameters.stack_timeout = min(timeout, parameters.stack_timeout or timeout)
     if client_properties is not None:
         parameters.client_properties = (parameters.client_properties or {}) | client_properties
-    address = hide_password(url) if isinstance(url, str) else _address(parameters)
     try:
         return TappedConnection(parameters, address)
     except Exception as error:

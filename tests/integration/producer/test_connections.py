@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 from collections.abc import Callable
@@ -128,6 +129,18 @@ def test_a_connection_accepts_parameter_objects_of_pika(
     (producer,) = made(connection)
     assert producer.send(b"").result(PATIENCE) is Outcome.CONFIRMED
     producer.close()
+
+
+def test_a_shared_connection_refuses_a_timeout_that_is_not_a_number(broker: Broker) -> None:
+    wrong: Any
+    for wrong, error in (("1", TypeError), (float("nan"), ValueError)):
+        with pytest.raises(error, match=r"timeout=.*: it must be None"):
+            qflow_client.connect(broker.url, timeout=wrong)
+        with pytest.raises(error, match=r"timeout=.*: it must be None"):
+            asyncio.run(qflow_client.connect_async(broker.url, timeout=wrong))
+    for over in (0, -1):
+        with pytest.raises(ConnectionFailed, match=f"no answer within {over} s"):
+            qflow_client.connect(broker.url, timeout=over)
 
 
 def test_a_consumer_callback_on_a_shared_connection_may_send_and_wait(
