@@ -114,7 +114,7 @@ def test_the_publish_after_a_nack_raises_NackError_and_sends_no_message(broker, 
 
 def test_the_error_for_a_returned_message_is_raised_by_the_next_publish_or_by_wait_for_confirms(broker, channel):
     told: list[bytes] = []
-    raised: list[tuple[int, bytes]] = []
+    raised: list[tuple[int | None, bytes]] = []
     channel.add_on_return_callback(lambda _channel, _method, _properties, body: told.append(body))
 
     def until_it_passes(call: Any, *arguments: Any) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+import sys
 from collections.abc import Callable, Coroutine
 from functools import wraps
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import aio_pika
@@ -20,6 +23,7 @@ import pika
 import pytest
 from yarl import URL
 
+import qflow_client
 import qflow_client.aio_pika
 import qflow_client.kombu
 import qflow_client.pika
@@ -211,3 +215,23 @@ def test_a_parameter_of_aio_pika_whose_name_is_almost_a_setting_causes_one_warni
     assert len(warned) == 1
     assert (settings.capacity, rest.query["rate_brust"]) == (5, "s3cr3t-pw")
     assert "s3cr3t" not in repr(settings)
+
+
+@pytest.mark.parametrize("library", [pika, aio_pika])
+def test_type_checkers_find_each_module_that_a_drop_in_takes_from_its_library(library: ModuleType) -> None:
+    drop_in = f"qflow_client.{library.__name__}"
+    taken = {
+        name.removeprefix(f"{drop_in}."): module.__name__
+        for name, module in sys.modules.items()
+        if name.startswith(f"{drop_in}.") and module.__name__.startswith(f"{library.__name__}.")
+    }
+    folder = Path(qflow_client.__file__).parent / library.__name__
+    stubs = {
+        ".".join(stub.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"): stub.read_text()
+        for stub in folder.rglob("*.pyi")
+    }
+    assert "exceptions" in taken
+    for name, theirs in taken.items():
+        # Programs do not import modules whose names start with an underscore.
+        if "._" not in f".{name}":
+            assert stubs[name] == f"from {theirs} import *\n", f"the stub of {drop_in}.{name}"

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import assert_type
 
 import aio_pika.abc
+import aio_pika.patterns
 import pika.adapters.blocking_connection
 import pika.channel
+import pika.exceptions
 from pika.spec import Basic, BasicProperties
 
 import qflow_client.aio_pika
 import qflow_client.pika
+from qflow_client.aio_pika.abc import AbstractIncomingMessage
+from qflow_client.aio_pika.patterns.rpc import RPC
+from qflow_client.pika.exceptions import AMQPError
 
 
 def on_message(
@@ -59,6 +64,12 @@ class Consumer:
         properties: BasicProperties,
         body: bytes,
     ) -> None: ...
+
+
+def same_classes(message: AbstractIncomingMessage, rpc: RPC, error: AMQPError) -> None:
+    assert_type(message, aio_pika.abc.AbstractIncomingMessage)
+    assert_type(rpc, aio_pika.patterns.RPC)
+    assert_type(error, pika.exceptions.AMQPError)
 
 
 class OwnConnection(qflow_client.aio_pika.RobustConnection): ...

@@ -1,0 +1,1 @@
+from aio_pika.transaction import *

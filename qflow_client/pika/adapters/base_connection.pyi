@@ -1,0 +1,1 @@
+from pika.adapters.base_connection import *

@@ -1,0 +1,1 @@
+from pika.adapters.utils.io_services_utils import *

@@ -1,0 +1,1 @@
+from pika.adapters.utils.nbio_interface import *

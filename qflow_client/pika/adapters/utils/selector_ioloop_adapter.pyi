@@ -1,0 +1,1 @@
+from pika.adapters.utils.selector_ioloop_adapter import *

@@ -1,0 +1,1 @@
+from pika.amqp_object import *

@@ -1,0 +1,1 @@
+from pika.delivery_mode import *

@@ -1,0 +1,1 @@
+from pika.diagnostic_utils import *

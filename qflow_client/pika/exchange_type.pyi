@@ -1,0 +1,1 @@
+from pika.exchange_type import *

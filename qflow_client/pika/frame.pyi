@@ -1,0 +1,1 @@
+from pika.frame import *

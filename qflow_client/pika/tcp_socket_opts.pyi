@@ -1,0 +1,1 @@
+from pika.tcp_socket_opts import *
