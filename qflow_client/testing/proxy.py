@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
 import socket
@@ -343,7 +344,10 @@ class FaultProxy:
 
         Raises:
             TimeoutError: the result was not true within `timeout` seconds. The error text lists the connections.
+            TypeError: `predicate` is a coroutine function.
         """
+        if inspect.iscoroutinefunction(predicate):
+            raise TypeError("the predicate is a coroutine function, which is not awaited; use a plain function")
         self._check_process()
         end = time.monotonic() + timeout
         with self._changed:
