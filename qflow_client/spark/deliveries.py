@@ -61,6 +61,8 @@ MOST_ROWS = 2000
 #: A batch ends earlier when its bodies have at least this total size in bytes.
 MOST_BYTES = 8 << 20
 
+_MAX_MICROSECONDS = (1 << 63) - 1
+
 _TYPES: dict[pa.DataType, DataType] = {
     pa.binary(): BinaryType(),
     pa.bool_(): BooleanType(),
@@ -91,13 +93,13 @@ def row_of(method: Any, properties: pika.BasicProperties, body: bytes) -> Row:
     """Return a delivery as a row."""
     return (
         body,
-        method.exchange,
-        method.routing_key,
+        _string(method.exchange),
+        _string(method.routing_key),
         _headers(properties.headers),
         properties.delivery_mode,
         properties.priority,
         _microseconds(properties.timestamp),
-        *[getattr(properties, name) for name in _TEXTS],
+        *[_string(getattr(properties, name)) for name in _TEXTS],
         bool(method.redelivered),
     )
 
@@ -128,8 +130,14 @@ def _headers(headers: Mapping[str, Any] | None) -> list[tuple[str, str | None]] 
     if headers is None:
         return None
     return [
-        (name, value if value is None or isinstance(value, str) else _text(value)) for name, value in headers.items()
+        (_string(name), value if value is None or isinstance(value, str) else _text(value))
+        for name, value in headers.items()
     ]
+
+
+def _string(value: Any) -> Any:
+    """Return the text of a short string. pika returns the bytes of a short string that is not UTF-8."""
+    return _text(value) if isinstance(value, bytes) else value
 
 
 def _text(value: Any) -> str:
@@ -144,4 +152,6 @@ def _other(value: Any) -> str:
 
 
 def _microseconds(timestamp: Any) -> int | None:
-    return None if timestamp is None else int(timestamp) * 1_000_000
+    """Return a timestamp in µs since 1970; ``None`` if Spark's 64 bits cannot represent it."""
+    microseconds = None if timestamp is None else int(timestamp) * 1_000_000
+    return None if microseconds is None or microseconds > _MAX_MICROSECONDS else microseconds

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from pika.adapters.blocking_connection import BlockingChannel
 
 from qflow_client.errors import ConnectionFailed
 from qflow_client.skin import connection_failed, none_of
-from qflow_client.spark.deliveries import MOST_BYTES, MOST_ROWS, Row, batch_of, row_of
+from qflow_client.spark.deliveries import COLUMNS, MOST_BYTES, MOST_ROWS, Row, batch_of, row_of
 from qflow_client.spark.spool import Piece, Spool, read_piece
 from qflow_client.sync.link import url_parameters
 
@@ -34,6 +34,9 @@ _MAX_ANSWERS = 50
 
 # First byte of each key (`_key`) that contains a message id.
 _BY_ID = b"i"
+
+# The columns from which `_key` makes the key.
+_KEY = ("message_id", "body", "exchange", "routing_key", "correlation_id", "content_type")
 
 
 def connect_first(
@@ -128,9 +131,10 @@ class Intake:
     def _remember(self) -> None:
         spool = self._spool
         for piece in spool.pieces(spool.begin, spool.end):
-            for row in read_piece(piece).to_pylist():
+            # Leave out the column timestamp, because Python cannot represent all its values.
+            for row in read_piece(piece).select([*_KEY, "offset"]).to_pylist():
                 if row["message_id"] is not None or row["offset"] >= spool.acknowledged:
-                    self._known.setdefault(_key(row.__getitem__), deque()).append(row["offset"])
+                    self._known.setdefault(_key(row), deque()).append(row["offset"])
 
     def _count_ready(self) -> int:
         return int(self._channel.queue_declare(self._queue, passive=True).method.message_count)
@@ -148,10 +152,9 @@ class Intake:
     def _take(self, channel: Any, method: Any, properties: pika.BasicProperties, body: bytes) -> None:
         self.received += 1
         self._quiet_since, self._answers = time.monotonic(), 0
-        values = {"body": body, "exchange": method.exchange, "routing_key": method.routing_key}
+        row = row_of(method, properties, body)
         if method.redelivered and self._known:
-            key = _key(lambda name: values[name] if name in values else getattr(properties, name))
-            offsets = self._known.get(key)
+            offsets = self._known.get(_key(dict(zip(COLUMNS.names, row, strict=False))))
             if offsets:
                 self._unacked[offsets.popleft()] = method.delivery_tag
                 self.has_known = True
@@ -163,7 +166,7 @@ class Intake:
             return
         if not self._rows:
             self._since = time.monotonic()
-        self._rows.append(row_of(method, properties, body))
+        self._rows.append(row)
         self._tags.append(method.delivery_tag)
         self._bytes += len(body)
         if len(self._rows) >= MOST_ROWS or self._bytes >= MOST_BYTES:
@@ -401,13 +404,11 @@ def _nothing() -> None:
     """Do nothing. Scheduling this function as a callback wakes the thread."""
 
 
-def _key(value_of: Callable[[str], Any]) -> bytes:
+def _key(row: Mapping[str, Any]) -> bytes:
     """Return the key by which a message is recognised: its message id, or else a digest of its content."""
-    name = value_of("message_id")
+    name, body, *rest = [row[column] for column in _KEY]
     if name is not None:
-        return _BY_ID + str(name).encode()
-    digest = blake2b(value_of("body"), digest_size=16)
-    digest.update(
-        repr([value_of(name) for name in ("exchange", "routing_key", "correlation_id", "content_type")]).encode()
-    )
+        return _BY_ID + name.encode()
+    digest = blake2b(body, digest_size=16)
+    digest.update(repr(rest).encode())
     return b"=" + digest.digest()

@@ -6,13 +6,16 @@ import os
 import stat
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pika
 import pytest
 
 from qflow_client import Message, Producer
 from qflow_client.broker import Broker
 from qflow_client.errors import ConnectionFailed
+from qflow_client.spark.deliveries import batch_of, row_of
 from qflow_client.spark.intake import Consumer, Intake, connect, drain
 from qflow_client.spark.spool import Spool, SpoolError, inline, read_piece
 
@@ -98,6 +101,28 @@ def test_a_message_that_was_spooled_but_not_acknowledged_is_not_spooled_again(
         assert [int(row["body"]) for row in rows(spool)] == [*[number % 3 for number in range(30)], *[0, 1, 2] * 5]
         assert not any(row["redelivered"] for row in rows(spool))
     assert broker.queue("rows").depth == 0
+
+
+@pytest.mark.parametrize("message_id", ["m-1", None])
+def test_a_message_with_a_timestamp_after_the_year_9999_is_spooled_and_recognised(
+    broker: Broker, tmp_path: Path, message_id: str | None
+) -> None:
+    # The publisher has sent milliseconds since 1970 instead of seconds.
+    send(broker, Message("a", timestamp=1_700_000_000_000, message_id=message_id))
+    for _ in range(2):
+        with Spool(tmp_path, HOLDS) as spool:
+            take(broker, spool, 1)
+            assert spool.end == 1
+    (piece,) = spool.pieces(0, 1)
+    assert read_piece(piece).column("timestamp").cast("int64").to_pylist() == [1_700_000_000_000_000_000]
+
+
+def test_a_timestamp_that_does_not_fit_is_null_and_text_that_is_not_UTF_8_is_escaped() -> None:
+    method = SimpleNamespace(exchange="", routing_key=b"\xffk", redelivered=False)
+    properties = pika.BasicProperties(timestamp=1_700_000_000_000_000, message_id=b"\xff1", headers={b"\xffh": "x"})
+    (row,) = batch_of([row_of(method, properties, b"")], [0]).to_pylist()
+    assert row["timestamp"] is None
+    assert (row["routing_key"], row["message_id"], row["headers"]) == (r"\xffk", r"\xff1", [(r"\xffh", "x")])
 
 
 def test_redelivered_messages_equal_to_spooled_messages_are_not_lost(broker: Broker, tmp_path: Path) -> None:
