@@ -15,7 +15,7 @@ from qflow_client.spark.creditqueue import prepare
 from qflow_client.spark.deliveries import SCHEMA
 from qflow_client.spark.offset_source import OffsetOptions, OffsetReader
 from qflow_client.spark.options import SinkOptions
-from qflow_client.spark.sink import StreamWriter, Writer
+from qflow_client.spark.sink import StreamWriter, Writer, append
 from qflow_client.spark.source import Reader, SourceOptions
 
 if TYPE_CHECKING:
@@ -74,9 +74,20 @@ class AmqpDataSource(DataSource):
 
     def _sink(self, schema: StructType, overwrite: bool) -> tuple[SinkOptions, Rows]:
         if overwrite:
-            raise SettingsError('mode overwrite: the messages in a queue cannot be replaced; use mode("append")')
+            raise SettingsError(
+                'mode overwrite: the messages in a queue cannot be replaced; use mode("append"), or in a stream '
+                'outputMode("append")'
+            )
         options = SinkOptions.load(self.options, self.max_concurrent_tasks)
         rows = Rows(schema, options.body_format, options.message_id)
+        if options.summary_path is not None:
+            try:
+                append(options.summary_path, "")
+            except OSError as error:
+                raise SettingsError(
+                    f"summaryPath={options.summary_path!r}: {error.strerror}; set the path of a file to which the "
+                    "driver can append"
+                ) from None
         if options.credit_queue is not None:
             prepare(options.producer, options.credit_queue)
         return options, rows

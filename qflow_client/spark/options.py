@@ -202,13 +202,14 @@ def _share(settings: ProducerSettings, per_task: int | None, slots: int | None) 
     All fields of the result are set explicitly, so that the environment of an executor cannot change them.
     """
     shares: dict[str, Any] = {} if per_task is None else {"capacity": per_task}
-    for name in ("capacity", "capacity_bytes"):
+    window = "capacity_max" if per_task is None and settings.capacity == "auto" else "capacity"
+    for name in (window, "capacity_bytes"):
         whole_job = getattr(settings, name)
         if whole_job is None or name in shares:
             continue
         slots = _known(slots, camel(name))
         if whole_job < slots:
-            way_out = ", or set capacityPerTask" if name == "capacity" else ""
+            way_out = ", or set capacityPerTask" if name == window else ""
             raise SettingsError(
                 f"{camel(name)}={whole_job}: it is for the whole job, and {slots} tasks run at once; it must be at "
                 f"least {slots}{way_out}"

@@ -25,7 +25,7 @@ from qflow_client.spark.creditqueue import CreditLine
 from qflow_client.spark.options import SinkOptions
 from qflow_client.sync import Producer
 
-__all__ = ["StreamWriter", "Summary", "TaskReport", "Writer"]
+__all__ = ["StreamWriter", "Summary", "TaskReport", "Writer", "append"]
 
 logger = logging.getLogger(__name__)
 
@@ -151,8 +151,12 @@ class _Sink:
         level = logging.WARNING if any(held >= long for held in summary.seconds_flowed.values()) else logging.INFO
         logger.log(level, "%s", summary)
         if self._options.summary_path is not None:
-            with Path(self._options.summary_path).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(summary)) + "\n")
+            try:
+                append(self._options.summary_path, json.dumps(asdict(summary)) + "\n")
+            except OSError as error:
+                # Do not fail the job. All messages are confirmed, so a second run would send all of them again.
+                path = self._options.summary_path
+                logger.error("the summary of job %s is not in %s: %s", summary.job, path, error.strerror)
 
     def _aborted(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         reports = [message for message in messages if isinstance(message, TaskReport)]
@@ -183,6 +187,12 @@ class StreamWriter(_Sink, DataSourceStreamArrowWriter):
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         self._aborted(messages)
+
+
+def append(path: str, text: str) -> None:
+    """Append a text to a file, which is created if it does not exist."""
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatch], task: Task) -> TaskReport:

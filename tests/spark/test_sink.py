@@ -12,11 +12,13 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as sf
 from pyspark.sql.datasource import CaseInsensitiveDict
+from pyspark.sql.types import StructType
 
 from qflow_client.broker import Broker
 from qflow_client.errors import SettingsError
 from qflow_client.spark.columns import SchemaError
 from qflow_client.spark.datasource import AmqpDataSource
+from qflow_client.spark.options import SinkOptions
 from tests.effort import rounds
 from tests.spark.support import (
     PATIENCE,
@@ -147,6 +149,8 @@ def test_the_option_bodyFormat_json_puts_all_columns_that_are_no_properties_into
         ("body string", {"whenFlowed": "raise"}, "leave whenFlowed at 'block'"),
         ("body string", {"maxProducerFlowControlWait": "0"}, "maxProducerFlowControlWait above 0"),
         ("body string", {"messageId": "random"}, "messageId='random': it must be 'column' or 'hash'"),
+        ("body string", {"capacity": "auto", "capacityMax": "1"}, "capacityMax=1: it is for the whole job"),
+        ("body string", {"summaryPath": "/missing/file"}, "summaryPath='/missing/file': No such file or directory"),
         ("body string", {"url": "http://localhost"}, "it must be an amqp:// or amqps:// URL"),
     ],
 )
@@ -169,6 +173,22 @@ def test_Spark_reports_invalid_columns_and_options_before_the_job_runs(spark: Sp
         with pytest.raises(AnalysisException, match=words) as caught:
             write(spark.createDataFrame([], schema), url, **options)
         assert "secret" not in str(caught.value)
+
+
+def test_C6_with_the_capacity_auto_the_tasks_divide_capacityMax() -> None:
+    options = SinkOptions.load({"capacity": "auto", "capacityMax": "11"}, 2)
+    assert (options.producer.capacity, options.producer.capacity_max) == ("auto", 5)
+
+
+def test_a_job_whose_messages_are_confirmed_does_not_fail_if_its_summary_cannot_be_appended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Source(CaseInsensitiveDict({"summaryPath": str(tmp_path / "summary"), "jobId": "nightly"}))
+    writer = source.writer(StructType().add("body", "string"), overwrite=False)
+    (tmp_path / "summary").unlink()
+    (tmp_path / "summary").mkdir()
+    writer.commit([])
+    assert f"the summary of job nightly is not in {tmp_path}/summary: Is a directory" in caplog.messages
 
 
 def test_the_mode_overwrite_raises_an_error(spark: SparkSession) -> None:
