@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any
 
@@ -213,10 +214,19 @@ _VALUES: dict[str, Callable[[pa.Array], list[Any]]] = {"expiration": _expiration
 def _digest(body: bytes, exchange: str | None, key: str | None, row: Sequence[Any]) -> str:
     """Return a message id that is a digest of the data to send. Equal rows have equal message ids."""
     digest = blake2b(body, digest_size=16)
-    rest = [exchange, key, *(sorted(value.items()) if isinstance(value, dict) else value for value in row)]
+    rest: list[Any] = [exchange, key]
+    for value in row:
+        rest.append(
+            sorted((name, _utc(each)) for name, each in value.items()) if isinstance(value, dict) else _utc(value)
+        )
     if any(value is not None for value in rest):
         digest.update(repr(rest).encode())
     return digest.hexdigest()
+
+
+def _utc(value: Any) -> Any:
+    """Return a time in UTC, and any other value as it is. Spark's times have the time zone of the session."""
+    return value.astimezone(UTC) if isinstance(value, datetime) else value
 
 
 def _check_headers(kind: DataType) -> None:

@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
-from qflow_client.errors import ConfirmTimeout
+from qflow_client.errors import ConfirmTimeout, SettingsError
 from qflow_client.message import REPUBLISHED, Message
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings
@@ -136,6 +136,12 @@ class _Sink:
         context = TaskContext.get()
         assert context is not None, "Spark runs this in a task"
         query, batch = context.getLocalProperty(_QUERY_ID), context.getLocalProperty(_BATCH_ID)
+        ids_repeat = self._options.message_id == "position" and self._options.job_id is None
+        if query is not None and isinstance(self, Writer) and ids_repeat:
+            raise SettingsError(
+                "messageId=position in a function of foreachBatch: set jobId, a different one for each write; without "
+                "it, two writes of a batch would give their messages the same ids"
+            )
         task = Task(
             job=self._job if query is None else self._options.job_id or query,
             batch=None if query is None else int(batch or 0),

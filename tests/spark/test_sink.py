@@ -6,7 +6,9 @@ import json
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
@@ -16,7 +18,8 @@ from pyspark.sql.types import StructType
 
 from qflow_client.broker import Broker
 from qflow_client.errors import SettingsError
-from qflow_client.spark.columns import SchemaError
+from qflow_client.message import Message
+from qflow_client.spark.columns import Rows, SchemaError
 from qflow_client.spark.datasource import AmqpDataSource
 from qflow_client.spark.options import SinkOptions
 from tests.effort import rounds
@@ -189,6 +192,30 @@ def test_a_job_whose_messages_are_confirmed_does_not_fail_if_its_summary_cannot_
     (tmp_path / "summary").mkdir()
     writer.commit([])
     assert f"the summary of job nightly is not in {tmp_path}/summary: Is a directory" in caplog.messages
+
+
+def test_position_ids_of_a_batch_function_need_a_jobId(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Spark sets the ids of the query and the batch also in the tasks of a write in foreachBatch.
+    context = SimpleNamespace(getLocalProperty=lambda name: "0", partitionId=lambda: 0, attemptNumber=lambda: 0)
+    monkeypatch.setattr("qflow_client.spark.sink.TaskContext", SimpleNamespace(get=lambda: context))
+    writer = Source(CaseInsensitiveDict({"messageId": "position"})).writer(StructType().add("body", "string"), False)
+    with pytest.raises(SettingsError, match="foreachBatch: set jobId, a different one for each write"):
+        writer.write(iter([]))
+
+
+@pytest.mark.parametrize("column", ["timestamp", "headers"])
+def test_with_the_option_messageId_hash_the_time_zone_of_the_session_does_not_change_the_id(column: str) -> None:
+    schema = StructType().add("body", "string")
+    schema.add(column, "timestamp" if column == "timestamp" else StructType().add("at", "timestamp"))
+    ids = set()
+    for zone in ("UTC", "America/New_York"):
+        at = pa.array([1_700_000_000_000_000], pa.timestamp("us", tz=zone))
+        values = at if column == "timestamp" else pa.StructArray.from_arrays([at], ["at"])
+        batch = pa.RecordBatch.from_arrays([pa.array(["x"]), values], ["body", column])
+        ((message, _, _),) = Rows(schema, "column", "hash").messages(batch, 0, None, None)
+        assert isinstance(message, Message)
+        ids.add(message.message_id)
+    assert len(ids) == 1
 
 
 def test_the_mode_overwrite_raises_an_error(spark: SparkSession) -> None:
