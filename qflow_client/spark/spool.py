@@ -45,6 +45,8 @@ class Piece:
 class Spool:
     """A folder with messages. As a context manager, a spool locks its folder.
 
+    A complete spool can also be opened while its folder is locked.
+
     Args:
         path: the folder, which is created if it does not exist.
         holds: what the messages belong to, for example the kind and the name of a queue. A new folder records this. A
@@ -73,13 +75,16 @@ class Spool:
         except OSError as error:
             raise SpoolError(f"the spool {self.path} cannot be used: {error.strerror}") from error
         try:
-            lock(self._lock)
+            try:
+                lock(self._lock)
+            except BlockingIOError:
+                # A complete spool needs no lock, because it does not change any more.
+                if not self.complete:
+                    raise SpoolError(
+                        f"the spool {self.path} is in use by another query, or by an action that has not filled it "
+                        "yet; give each query its own spoolPath"
+                    ) from None
             self._load()
-        except BlockingIOError:
-            self._lock.close()
-            raise SpoolError(
-                f"the spool {self.path} is in use by another query; give each query its own spoolPath"
-            ) from None
         except BaseException:
             self._lock.close()
             raise

@@ -77,6 +77,17 @@ def test_a_spool_has_the_same_messages_when_it_is_opened_again(broker: Broker, t
         assert spool.end == 11
 
 
+def test_two_actions_can_use_a_complete_spool_at_the_same_time(tmp_path: Path) -> None:
+    with Spool(tmp_path, HOLDS) as first:
+        with pytest.raises(SpoolError, match="has not filled it yet"):
+            Spool(tmp_path, HOLDS).__enter__()
+        first.finish()
+        with Spool(tmp_path, HOLDS) as second:
+            assert second.complete
+        with pytest.raises(SpoolError, match="was made for"):
+            Spool(tmp_path, {"queue": "others"}).__enter__()
+
+
 def test_a_spool_rejects_a_second_query_at_the_same_time_and_another_queue(tmp_path: Path) -> None:
     with Spool(tmp_path, HOLDS), pytest.raises(SpoolError, match="in use by another query"):
         Spool(tmp_path, HOLDS).__enter__()
