@@ -108,15 +108,16 @@ _Raws = Iterator[list[Any]]
 
 
 def _lines_of_rows(batches: Iterator[Any]) -> _Raws:
-    return (batch.column(0).to_pylist() for batch in batches)
+    # Take bytes, because a damaged line may not be UTF-8. Then `line_of` counts it as unreadable.
+    return (batch.column(0).cast("large_binary").to_pylist() for batch in batches)
 
 
 def _lines_of_parts(parts: Sequence[Part]) -> Callable[[Iterator[Any]], _Raws]:
     """Return a function that gets indexes of `parts` as rows, and reads the lines of these parts."""
 
     def read(batches: Iterator[Any]) -> _Raws:
-        for numbers in _lines_of_rows(batches):
-            for number in numbers:
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
                 yield from raws(parts[number])
 
     return read

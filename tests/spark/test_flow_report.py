@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from pyspark.sql import SparkSession
@@ -153,6 +154,14 @@ def test_the_report_of_a_streaming_query_equals_the_report_of_the_whole_logs(
     for name in ("held_over_time", "depth_over_time"):
         measure = "seconds" if name == "held_over_time" else "depth_max"
         assert sum(row[measure] for row in found[name]) > 0
+
+
+def test_a_line_that_is_not_UTF_8_is_counted_as_unreadable() -> None:
+    # Spark's text reader passes such a line to the task as a string.
+    line = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff\xfe"]).buffers())
+    rows = pa.RecordBatch.from_arrays([line], ["value"])
+    (facts,) = sys.modules[flow_report.__module__]._summing(1000, 1000)(iter([rows]))
+    assert facts.column("table").to_pylist() == ["unreadable/0"]
 
 
 def test_a_late_line_counts_within_the_allowed_delay_and_is_dropped_after_it(
