@@ -273,8 +273,8 @@ def _json_converter(name: str, kind: DataType) -> Callable[[Any], Any] | None:
     if isinstance(kind, (DateType, TimestampType, TimestampNTZType)):
         return lambda value: value.isoformat()
     if isinstance(kind, DecimalType):
-        # Convert a decimal to text, because often no float has exactly the same value.
-        return str
+        # Convert a decimal to text, because often no float has exactly the same value. `str` may add an exponent.
+        return lambda value: format(value, "f")
     if isinstance(kind, (FloatType, DoubleType)):
         return _finite
     return None

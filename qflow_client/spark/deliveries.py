@@ -114,16 +114,36 @@ def batch_of(rows: Sequence[Row], offsets: Sequence[int]) -> pa.RecordBatch:
 
 
 def in_columns(rows: pa.RecordBatch, schema: StructType) -> pa.RecordBatch:
-    """Return the columns that `schema` names. If `schema` declares the body as a string, convert the body."""
+    """Return the columns that `schema` names. If `schema` declares the body as a string, convert the body.
+
+    Raises:
+        SchemaError: `schema` declares the body as a string, and the body of a row is not UTF-8.
+    """
     fields = [
         pa.field(field.name, pa.string() if isinstance(field.dataType, StringType) else COLUMNS.field(field.name).type)
         for field in schema
     ]
-    columns = [
-        rows.column(field.name).cast(field.type) if field.name == "body" else rows.column(field.name)
-        for field in fields
-    ]
+    try:
+        columns = [
+            rows.column(field.name).cast(field.type) if field.name == "body" else rows.column(field.name)
+            for field in fields
+        ]
+    except pa.ArrowInvalid:
+        raise SchemaError(
+            f"column body is string, but the body at offset {_first_binary(rows)} is not UTF-8; read body as binary, "
+            "and decode it in the query"
+        ) from None
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _first_binary(rows: pa.RecordBatch) -> int | None:
+    """Return the offset of the first row whose body is not UTF-8."""
+    for body, offset in zip(rows.column("body"), rows.column("offset"), strict=True):
+        try:
+            body.as_py().decode()
+        except UnicodeDecodeError:
+            return int(offset.as_py())
+    return None
 
 
 def _headers(headers: Mapping[str, Any] | None) -> list[tuple[str, str | None]] | None:

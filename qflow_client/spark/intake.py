@@ -408,7 +408,7 @@ def _key(row: Mapping[str, Any]) -> bytes:
     """Return the key by which a message is recognised: its message id, or else a digest of its content."""
     name, body, *rest = [row[column] for column in _KEY]
     if name is not None:
-        return _BY_ID + name.encode()
+        return _BY_ID + str(name).encode()
     digest = blake2b(body, digest_size=16)
     digest.update(repr(rest).encode())
     return b"=" + digest.digest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -201,6 +202,15 @@ def test_position_ids_of_a_batch_function_need_a_jobId(monkeypatch: pytest.Monke
     writer = Source(CaseInsensitiveDict({"messageId": "position"})).writer(StructType().add("body", "string"), False)
     with pytest.raises(SettingsError, match="foreachBatch: set jobId, a different one for each write"):
         writer.write(iter([]))
+
+
+def test_a_decimal_in_a_JSON_body_has_no_exponent() -> None:
+    schema = StructType().add("price", "decimal(38,10)")
+    values = pa.array([Decimal(0), Decimal("-0.0000000001")], pa.decimal128(38, 10))
+    batch = pa.RecordBatch.from_arrays([values], ["price"])
+    sent = [payload for payload, _, _ in Rows(schema, "json", "column").messages(batch, 0, None, None)]
+    bodies = [payload.body for payload in sent if isinstance(payload, Message)]
+    assert bodies == [b'{"price":"0.0000000000"}', b'{"price":"-0.0000000001"}']
 
 
 @pytest.mark.parametrize("column", ["timestamp", "headers"])

@@ -11,11 +11,13 @@ from typing import Any
 
 import pika
 import pytest
+from pyspark.sql.types import StructType
 
 from qflow_client import Message, Producer
 from qflow_client.broker import Broker
 from qflow_client.errors import ConnectionFailed
-from qflow_client.spark.deliveries import batch_of, row_of
+from qflow_client.spark.columns import SchemaError
+from qflow_client.spark.deliveries import batch_of, in_columns, row_of
 from qflow_client.spark.intake import Consumer, Intake, connect, drain
 from qflow_client.spark.spool import Spool, SpoolError, inline, read_piece
 
@@ -123,17 +125,25 @@ def test_a_message_with_a_timestamp_after_the_year_9999_is_spooled_and_recognise
     for _ in range(2):
         with Spool(tmp_path, HOLDS) as spool:
             take(broker, spool, 1)
-            assert spool.end == 1
-    (piece,) = spool.pieces(0, 1)
-    assert read_piece(piece).column("timestamp").cast("int64").to_pylist() == [1_700_000_000_000_000_000]
+            (piece,) = spool.pieces(0, spool.end)
+            assert read_piece(piece).column("timestamp").cast("int64").to_pylist() == [1_700_000_000_000_000_000]
 
 
 def test_a_timestamp_that_does_not_fit_is_null_and_text_that_is_not_UTF_8_is_escaped() -> None:
     method = SimpleNamespace(exchange="", routing_key=b"\xffk", redelivered=False)
-    properties = pika.BasicProperties(timestamp=1_700_000_000_000_000, message_id=b"\xff1", headers={b"\xffh": "x"})
+    # pika returns bytes for such text.
+    text: dict[str, Any] = {"message_id": b"\xff1", "headers": {b"\xffh": "x"}}
+    properties = pika.BasicProperties(timestamp=1_700_000_000_000_000, **text)
     (row,) = batch_of([row_of(method, properties, b"")], [0]).to_pylist()
     assert row["timestamp"] is None
     assert (row["routing_key"], row["message_id"], row["headers"]) == (r"\xffk", r"\xff1", [(r"\xffh", "x")])
+
+
+def test_the_error_for_a_body_that_is_not_UTF_8_names_the_offset() -> None:
+    method = SimpleNamespace(exchange="", routing_key="", redelivered=False)
+    rows = [row_of(method, pika.BasicProperties(), body) for body in (b"a", b"\xff", b"\xfe")]
+    with pytest.raises(SchemaError, match="column body is string, but the body at offset 8 is not UTF-8"):
+        in_columns(batch_of(rows, [7, 8, 9]), StructType().add("body", "string"))
 
 
 def test_redelivered_messages_equal_to_spooled_messages_are_not_lost(broker: Broker, tmp_path: Path) -> None:
