@@ -337,9 +337,14 @@ class HeadersExchange(Exchange):
 
 def _matches(headers: Headers, is_any: bool, wanted: Iterable[tuple[str, object]]) -> bool:
     for name, value in wanted:
-        if (name in headers and (value is None or headers[name] == value)) is is_any:
+        if (name in headers and (value is None or _is_equal(headers[name], value))) is is_any:
             return is_any
     return not is_any
+
+
+def _is_equal(value: object, wanted: object) -> bool:
+    # As in RabbitMQ, true is not 1 and false is not 0. In Python, they are equal.
+    return value == wanted and isinstance(value, bool) is isinstance(wanted, bool)
 
 
 _KINDS: dict[ExchangeType, type[Exchange]] = {
