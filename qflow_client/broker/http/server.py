@@ -128,7 +128,9 @@ class HttpServer:
         app = web.Application(client_max_size=self.MAX_BODY, middlewares=[self._guard])
         # aiohttp uses the first route that matches. So first add the paths without parameters.
         for operation in sorted(api.operations, key=lambda operation: "{" in operation.path):
-            app.router.add_route(operation.method, operation.path, self._handler(operation))
+            # Without a pattern, aiohttp does not match names that contain braces.
+            path = operation.path.replace("}", ":[^/]+}")
+            app.router.add_route(operation.method, path, self._handler(operation))
         app.router.add_routes(console_routes())
         self._runner = web.AppRunner(
             app,
