@@ -68,7 +68,7 @@ class State(Enum):
     LOGIN = "the end of the login"
     TUNE_OK = "Connection.Tune-Ok"
     OPEN = "Connection.Open"
-    RUNNING = "anything"
+    RUNNING = "Connection.Close, or a method on another channel"
     #: Connection.Close was sent.
     CLOSE_OK = "Connection.Close-Ok"
     #: Input is ignored; the socket has to be closed.
