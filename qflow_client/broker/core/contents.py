@@ -84,6 +84,7 @@ class Contents:
         "peak_size",
         "published",
         "ready",
+        "restored",
         "size",
         "unacked",
         "unacked_size",
@@ -109,22 +110,20 @@ class Contents:
         self.size = 0
         self.peak_depth = 0
         self.peak_size = 0
-        # Number of messages enqueued so far. It is also the sequence number of the newest entry.
-        self.published = 0
+        # Number of enqueued messages, also the sequence number of the newest entry, and how many came from the store.
+        self.published = self.restored = 0
         self.drops: dict[DropReason, int] = {}
 
     # Adding.
 
     def append(self, queue: QueueView, message: StoredMessage) -> QueueEntry:
         """Add a message to the contents of a queue, without calling the observers."""
-        self.published = sequence = self.published + 1
-        self.depth = depth = self.depth + 1
-        self.size = size = self.size + message.size
-        if depth > self.peak_depth:
-            self.peak_depth = depth
-        if size > self.peak_size:
-            self.peak_size = size
-        entry = QueueEntry(queue, message, sequence)
+        self.published += 1
+        self.depth += 1
+        self.size += message.size
+        self.peak_depth = max(self.peak_depth, self.depth)
+        self.peak_size = max(self.peak_size, self.size)
+        entry = QueueEntry(queue, message, self.published)
         self.ready.append(entry)
         return entry
 

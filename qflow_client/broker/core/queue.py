@@ -362,6 +362,7 @@ class Queue:
         if message.header[12] & HAS_EXPIRATION and self.dropping.expiry is None:
             self._make_expiry()
         entry = self.contents.append(self, message)
+        self.contents.restored += 1
         # The store does not record deliveries, so the message may have been delivered before the broker stopped.
         entry.redelivered = True
         for observer in self.contents.observers:

@@ -122,7 +122,7 @@ class QueueSnapshot:
         flow_stopped: whether any flow state of the queue is ON (C7).
         flow_stopped_count: how often a flow state of the queue turned from OFF to ON (C7).
         held_confirms: number of messages whose confirms the queue holds (delays) while it is ON (C5).
-        published: number of messages enqueued so far.
+        published: number of messages enqueued since the start of the broker.
         delivered: number of deliveries so far, including redeliveries.
         acked: number of messages acked so far.
         dropped: number of messages that were dropped so far, or were refused without informing their publishers. Purged
@@ -413,7 +413,7 @@ def queue_snapshot(queue: Queue) -> QueueSnapshot:
         flow_stopped=queue.flows.is_on,
         flow_stopped_count=queue.flows.times_on,
         held_confirms=queue.flows.held_confirms,
-        published=queue.contents.published,
+        published=queue.contents.published - queue.contents.restored,
         delivered=queue.dispatcher.delivered,
         acked=queue.dispatcher.acked,
         dropped=queue.contents.dropped,

@@ -167,7 +167,7 @@ class Counters(_Answer):
     unacked: int = Field(description="Number of delivered messages that consumers have not settled.")
     bytes: int = Field(description="Body bytes of the messages in all queues.")
     held_confirms: int = Field(description="Number of messages whose confirms wait until their queues are OFF.")
-    published: int = Field(description="Number of messages enqueued so far.")
+    published: int = Field(description="Number of messages enqueued since the start of the broker.")
     delivered: int = Field(description="Number of deliveries so far, including redeliveries.")
     acked: int = Field(description="Number of messages acked so far.")
     dropped: int = Field(

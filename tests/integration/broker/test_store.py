@@ -63,7 +63,7 @@ def test_durable_queues_exchanges_bindings_and_persistent_messages_survive_a_res
             channel.basic_publish("", "orders", b"not to be kept", pika.BasicProperties(delivery_mode=1))
     with Broker(store=path) as broker:
         (queue,) = broker.queues()
-        assert (queue.name, queue.durable, queue.depth) == ("orders", True, 47)
+        assert (queue.name, queue.durable, queue.depth, queue.published) == ("orders", True, 47, 0)
         assert queue.arguments == {"qpid.flow_stop_count": 100}
         messages = broker.messages("orders")
         assert [message.body for message in messages] == [b"%d" % number for number in range(3, 50)]
