@@ -20,7 +20,7 @@ from qflow_client.files import lock, make_private, open_private, unlock
 from qflow_client.forks import after_fork_in_child, before_fork
 from qflow_client.redaction import is_url, shown
 
-__all__ = ["BUSY", "Database", "LockFile"]
+__all__ = ["BUSY", "Database", "LockFile", "OpenFiles", "check_name"]
 
 # The exceptions of `sqlite3`. With a damaged file, Python may also fail to decode the text of SQLite's error. SQLite's
 # error for a lack of memory is a `MemoryError`.
@@ -315,6 +315,43 @@ class LockFile:
 
 
 _lock_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
+
+
+def check_name(path: Path, error: type[QflowError], users: str) -> None:
+    """Reject a file with several names: users with different names have different locks and `-wal` files."""
+    if path.is_file() and (path.stat().st_nlink > 1 or os.path.ismount(os.path.realpath(path))):
+        raise error(
+            f"{path} has several hard links, or is a mount point, so two {users} could overwrite messages of each "
+            "other; give the file one name, and mount its directory instead of the file"
+        )
+
+
+class OpenFiles:
+    """The open file of a `Database`, its lock file and its `-wal` file, and whether their paths still have them.
+
+    SQLite itself would continue to write to a deleted file. Without the lock file, another process may have opened the
+    database. Without the `-wal` file, a crash loses commits.
+    """
+
+    def __init__(self, path: Path, lock_file: LockFile) -> None:
+        wal = Path(f"{os.path.realpath(path)}-wal")
+        self._files = [(path.absolute(), path.stat()), (lock_file.path, lock_file.opened)]
+        if wal.exists():
+            self._files.append((wal, wal.stat()))
+
+    def first_gone(self) -> Path | None:
+        """Return the first path that no longer has the open file, or ``None``."""
+        return next((path for path, opened in self._files if not _is_at(path, opened)), None)
+
+
+def _is_at(path: Path, opened: os.stat_result) -> bool:
+    """Return whether a path still has the file that was opened there. Return True if this is not known."""
+    try:
+        return os.path.samestat(path.stat(), opened)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def _after_fork_in_child() -> None:

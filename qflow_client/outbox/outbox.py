@@ -40,7 +40,7 @@ from typing import Self, TypeVar
 
 from qflow_client.amqp.fields import encode_short_string
 from qflow_client.amqp.frames import content_header, plain_content_header
-from qflow_client.database import BUSY, LockFile
+from qflow_client.database import BUSY, LockFile, OpenFiles, check_name
 from qflow_client.message import Message
 from qflow_client.outbox import file as outboxfile
 from qflow_client.outbox.access import FileAccess
@@ -59,25 +59,6 @@ _ROW = 64
 _MAX_BYTES = 1 << 30
 
 _T = TypeVar("_T")
-
-
-def _is_at(path: Path, opened: os.stat_result) -> bool:
-    """Return whether a path still has the file that was opened there. Return True if this is not known."""
-    try:
-        return os.path.samestat(path.stat(), opened)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-
-
-def _check_name(path: Path) -> None:
-    """Reject a file with several names: producers that use different names have different locks and `-wal` files."""
-    if path.is_file() and (path.stat().st_nlink > 1 or os.path.ismount(os.path.realpath(path))):
-        raise OutboxError(
-            f"{path} has several hard links, or is a mount point, so two producers could overwrite messages of each "
-            "other; give the file one name, and mount its directory instead of the file"
-        )
 
 
 def _deadline(timeout: float | None) -> float:
@@ -128,18 +109,12 @@ class Outbox:
         )
         with ExitStack() as after_error:
             after_error.callback(self._lock_file.release)
-            _check_name(self.path)
+            check_name(self.path, OutboxError, "producers")
             self._file = outboxfile.open_file(self.path, synchronous=synchronous, timeout=timeout)
             # After an error, close the file at once. Otherwise only the garbage collector would close it.
             after_error.callback(self._file.close)
-            # The open file. If the path has another file later, that is not the file of this outbox.
-            self._opened = self.path.stat()
             self._noted = Noted(self._file)
-            # The files beside it that must not be deleted, and the open files. Without `-wal`, a crash loses messages.
-            wal = Path(f"{os.path.realpath(self.path)}-wal")
-            self._beside = [(self._lock_file.path, self._lock_file.opened)]
-            if wal.exists():
-                self._beside.append((wal, wal.stat()))
+            self._open_files = OpenFiles(self.path, self._lock_file)
             aside = outboxfile.aside(self._file)
             after_error.pop_all()
         last = self._noted.last
@@ -338,16 +313,14 @@ class Outbox:
 
     def _check_file(self) -> None:
         self._file.check_process()
-        # SQLite itself would continue to write to a deleted file.
-        if self._is_gone():
+        gone = self._open_files.first_gone()
+        if gone == self.path:
             raise OutboxError(f"{self.path}: the file was deleted, moved or replaced while it is in use")
-        for path, opened in self._beside:
-            # Without the lock file, another producer may have opened the outbox, and may assign the same sequences.
-            if not _is_at(path, opened):
-                raise OutboxError(f"{path} was deleted or replaced; close this producer, and make another")
+        if gone is not None:
+            raise OutboxError(f"{gone} was deleted or replaced; close this producer, and make another")
 
     def _is_gone(self) -> bool:
-        return not _is_at(self.path, self._opened)
+        return self._open_files.first_gone() == self.path
 
     def read(self, after: int = 0, limit: int = 1000, max_bytes: int | None = None) -> list[StoredMessage]:
         """Commit, and then return messages that are not settled, in order.

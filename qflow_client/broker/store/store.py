@@ -24,7 +24,7 @@ from qflow_client.amqp.fields import decode_short_string, decode_table
 from qflow_client.broker.store.errors import StoreError
 from qflow_client.broker.store.journal import Batch, Found, FoundMessage, Put
 from qflow_client.broker.store.topologylog import Change
-from qflow_client.database import Database, LockFile
+from qflow_client.database import Database, LockFile, OpenFiles, check_name
 
 __all__ = ["BodyReader", "Store"]
 
@@ -163,6 +163,7 @@ class Store:
         #: For each row in the table ``damaged``, its name and error, such as ``queue 3: its checksum is wrong``.
         self.damaged: list[str] = []
         try:
+            check_name(self.path, StoreError, "brokers")
             with _explained():
                 if self.path.exists() and 0 < self.path.stat().st_size < _MIN_FILE_SIZE:
                     raise StoreError(f"{self.path} is damaged: it is cut off; {_WAY_OUT}")
@@ -173,6 +174,7 @@ class Store:
                 self._check_tables()
                 # Delete messages that are in no durable queue. An earlier run wrote them, for example to free memory.
                 self._file.execute("DELETE FROM message WHERE queues = '[]'")
+                self._open_files = OpenFiles(self.path, self._lock)
                 rows = self._file.rows("SELECT name, why FROM damaged ORDER BY number")
                 self.damaged += [f"{name}: {why}" for name, why in rows]
         except BaseException:
@@ -194,6 +196,12 @@ class Store:
 
     def write(self, batch: Batch) -> None:
         """Write all changes of a batch, or none."""
+        gone = self._open_files.first_gone()
+        if gone is not None:
+            raise StoreError(
+                f"{gone} was deleted, moved or replaced while the broker uses it; put it back, or let consumers empty "
+                "the queues and restart the broker"
+            )
         file = self._file
         with file.calling, file.transaction():
             for change in batch.changes:

@@ -262,3 +262,34 @@ def test_an_expired_message_whose_body_cannot_be_read_from_disk_counts_as_droppe
     assert journal.damaged == 1
     assert not world.host.dead_letters.is_waiting
     assert (contents.dropped, contents.drops) == (1, {DropReason.EXPIRED: 1})
+
+
+@pytest.mark.parametrize("name", ["store", "store-lock", "store-wal"])
+def test_a_store_writes_nothing_after_one_of_its_files_was_deleted_or_replaced(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "store"
+    store = Store(path, synchronous="normal")
+    batch = Batch(changes=[Change("queue", (1, "q", False, bytes(4)))])
+    (tmp_path / name).rename(tmp_path / "aside")
+    with pytest.raises(StoreError, match=f"{name} was deleted, moved or replaced"):
+        store.write(batch)
+    (tmp_path / "aside").rename(tmp_path / name)
+    store.write(batch)
+    store.close()
+
+
+def test_a_file_with_hard_links_is_not_opened_as_a_store(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store", synchronous="normal")
+    (tmp_path / "other").hardlink_to(tmp_path / "store")
+    with pytest.raises(StoreError, match="other has several hard links, or is a mount point, so two brokers"):
+        Store(tmp_path / "other")
+    store.close()
+
+
+def test_a_store_with_a_relative_path_can_be_written_after_a_change_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = Store("store", synchronous="normal")
+    monkeypatch.chdir("/")
+    store.write(Batch(changes=[Change("queue", (1, "q", False, bytes(4)))]))
+    store.close()
