@@ -365,7 +365,9 @@ class FlowLog:
             except OSError as error:
                 # Do not end the thread if the disk is full, because there may be room later.
                 if not self._failed:
-                    _log.error("%s: the flow log cannot be written, so lines may be lost: %s", self._path, error)
+                    _log.error(
+                        "%s: the flow log cannot be written, so lines may be lost: %s", self._path, error.strerror
+                    )
                 self._failed = True
 
     def _write_waiting(self) -> None:
@@ -384,8 +386,12 @@ class FlowLog:
 
     def _write_out(self) -> None:
         while self._unwritten and self._file is not None:
-            # If the disk is nearly full, this writes only the beginning.
-            written = self._file.write(self._unwritten)
+            try:
+                # If the disk is nearly full, this writes only the beginning.
+                written = self._file.write(self._unwritten)
+            except OSError as error:
+                error.filename = str(self._path)
+                raise
             self._unwritten = self._unwritten[written:]
             self._size += written
         if self._size >= self._max_bytes:

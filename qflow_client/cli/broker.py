@@ -588,7 +588,7 @@ def broker(
         embedded = _make(read, given)
         _raise_descriptor_limit(embedded.settings, Console(stderr=True))
         # With --quiet, `console` prints nothing, so warnings need another console.
-        stack.enter_context(warnings_shown("qflow_client.broker", Console(stderr=True) if quiet else console))
+        stack.enter_context(warnings_shown("qflow_client", Console(stderr=True) if quiet else console))
         stopping = stack.enter_context(Stopping())
         stack.enter_context(seldom_collected())
         try:

@@ -100,6 +100,27 @@ def test_the_broker_command_writes_a_flow_log(tmp_path: Path, by_file: bool) -> 
 
 
 @pytest.mark.program
+def test_the_broker_command_shows_while_it_runs_that_its_flow_log_cannot_be_written(tmp_path: Path) -> None:
+    # No file may become larger than 0 bytes.
+    program = """import resource, sys
+from qflow_client.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+sys.exit(main())"""
+    options = ("broker", "--port", "0", "--queue", "orders", "--quiet", "--flow-log", str(tmp_path))
+    process = Forked(
+        [sys.executable, "-c", program, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with Producer(process.stdout.readline().strip(), routing_key="orders") as producer:
+        producer.send(b"one").result(20)
+    assert "the flow log cannot be written, so lines may be lost: File too large" in process.stderr.readline()
+    process.terminate()
+    _, err = process.communicate(timeout=20)
+    assert re.fullmatch(rf"qflow: {re.escape(str(tmp_path))}/_flow-.*: File too large\n", err)
+
+
+@pytest.mark.program
 def test_settings_of_the_broker_are_options_of_the_broker_command() -> None:
     process, url = start(
         "--user", "ann:s3cret", "--virtual-host", "shop", "--enforcement", "channel_flow", "--quiet",
