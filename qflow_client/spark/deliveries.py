@@ -164,11 +164,16 @@ def _text(value: Any) -> str:
     """Return the text of a header value that is not a string. Bytes are decoded, and other values become JSON."""
     if isinstance(value, (bytes, bytearray)):
         return value.decode(errors="backslashreplace")
-    return json.dumps(value, ensure_ascii=False, default=_other)
+    return json.dumps(_decoded(value), ensure_ascii=False, default=str)
 
 
-def _other(value: Any) -> str:
-    return _text(value) if isinstance(value, (bytes, bytearray)) else str(value)
+def _decoded(value: Any) -> Any:
+    """Return a header value whose bytes, also in tables and lists, are decoded."""
+    if isinstance(value, Mapping):
+        return {_string(name): _decoded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    return _text(value) if isinstance(value, (bytes, bytearray)) else value
 
 
 def _microseconds(timestamp: Any) -> int | None:
