@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from hashlib import blake2b
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 from pyspark.sql.types import (
@@ -62,6 +63,8 @@ _COLUMNS: dict[str, tuple[tuple[type[DataType], ...], str]] = {
     "user_id": ((StringType,), "string"),
     "app_id": ((StringType,), "string"),
 }
+# `_digest` depends on the `repr` of this object. In sessions with the time zone UTC, pyarrow returns it with each time.
+_UTC = ZoneInfo("UTC")
 _NO_BODY = "body is null; leave such rows out, or give them a body: coalesce(body, '')"
 _ROUTES = ("body", "exchange", "routing_key")
 
@@ -142,6 +145,7 @@ class Rows:
             mark: name of a header that every message gets with the value true; ``None`` to add no header.
 
         Raises:
+            OverflowError: Python cannot represent a time.
             TypeError, ValueError: AMQP cannot represent a row.
         """
         columns = dict(zip(self._names, batch.columns, strict=True))
@@ -226,7 +230,7 @@ def _digest(body: bytes, exchange: str | None, key: str | None, row: Sequence[An
 
 def _utc(value: Any) -> Any:
     """Return a time in UTC, and any other value as it is. Spark's times have the time zone of the session."""
-    return value.astimezone(UTC) if isinstance(value, datetime) else value
+    return value.astimezone(_UTC) if isinstance(value, datetime) else value
 
 
 def _check_headers(kind: DataType) -> None:

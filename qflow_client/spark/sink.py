@@ -240,7 +240,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
                     first = first or receipt
                     count += 1
                     size += len(payload.body if isinstance(payload, Message) else payload)
-            except (TypeError, ValueError) as error:
+            except (OverflowError, TypeError, ValueError) as error:
                 raise RowError(f"partition {task.partition}, row {count}: {error}") from error
             # If the first message of this batch was not delivered, fail now, because the others usually fail too.
             if first is not None and (refused := first.error()) is not None:
