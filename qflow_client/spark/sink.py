@@ -139,8 +139,9 @@ class _Sink:
         ids_repeat = self._options.message_id == "position" and self._options.job_id is None
         if query is not None and isinstance(self, Writer) and ids_repeat:
             raise SettingsError(
-                "messageId=position in a function of foreachBatch: set jobId, a different one for each write; without "
-                "it, two writes of a batch would give their messages the same ids"
+                "messageId=position in a function of foreachBatch: set jobId to a name of the write and the number of "
+                'the batch, such as f"orders-{batch_id}"; without it, two writes of a batch would give their messages '
+                "the same ids"
             )
         task = Task(
             job=self._job if query is None else self._options.job_id or query,

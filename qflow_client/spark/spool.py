@@ -43,9 +43,7 @@ class Piece:
 
 
 class Spool:
-    """A folder with messages. As a context manager, a spool locks its folder.
-
-    A complete spool can also be opened while its folder is locked.
+    """A folder with messages. As a context manager, a spool locks its folder, unless the spool is complete.
 
     Args:
         path: the folder, which is created if it does not exist.
@@ -75,16 +73,16 @@ class Spool:
         except OSError as error:
             raise SpoolError(f"the spool {self.path} cannot be used: {error.strerror}") from error
         try:
-            try:
+            # A complete spool needs no lock, because it does not change any more.
+            if not self.complete:
                 lock(self._lock)
-            except BlockingIOError:
-                # A complete spool needs no lock, because it does not change any more.
-                if not self.complete:
-                    raise SpoolError(
-                        f"the spool {self.path} is in use by another query, or by an action that has not filled it "
-                        "yet; give each query its own spoolPath"
-                    ) from None
             self._load()
+        except BlockingIOError:
+            self._lock.close()
+            raise SpoolError(
+                f"the spool {self.path} is in use by another query, or by an action that has not filled it yet; give "
+                "each query its own spoolPath, or try again when the action has ended"
+            ) from None
         except BaseException:
             self._lock.close()
             raise
