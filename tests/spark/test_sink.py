@@ -201,7 +201,7 @@ def test_position_ids_of_a_batch_function_need_a_jobId(monkeypatch: pytest.Monke
     context = SimpleNamespace(getLocalProperty=lambda name: "0", partitionId=lambda: 0, attemptNumber=lambda: 0)
     monkeypatch.setattr("qflow_client.spark.sink.TaskContext", SimpleNamespace(get=lambda: context))
     writer = Source(CaseInsensitiveDict({"messageId": "position"})).writer(StructType().add("body", "string"), False)
-    with pytest.raises(SettingsError, match="foreachBatch: set jobId to a name of the write and the number of the batch"):
+    with pytest.raises(SettingsError, match="foreachBatch: set jobId to a name of the write and the number"):
         writer.write(iter([]))
 
 
