@@ -127,6 +127,14 @@ class TappedConnection(aio_pika.Connection):
     def _made(self, tapped: TapTransport) -> None:
         self.tapped = tapped
 
+    async def _on_connected(self) -> None:
+        # aiormq lets callers wait for the end of a block, even if the blocked connection ends. In a robust connection,
+        # such a caller can hold the lock that is needed to restore its channel on the next connection.
+        if self.transport is not None:
+            amqp: Any = self.transport.connection
+            amqp.closing.add_done_callback(lambda _: amqp._Connection__connection_unblocked.set())
+        await super()._on_connected()
+
 
 class TappedRobustConnection(TappedConnection, aio_pika.RobustConnection):
     """aio-pika's `RobustConnection` with a `Tap`, so that producers can open channels on it."""
@@ -139,14 +147,6 @@ class TappedRobustConnection(TappedConnection, aio_pika.RobustConnection):
         """
         task = getattr(self, "_RobustConnection__reconnection_task", None)
         return super().is_closed or (task is not None and task.cancelling() > 0 and task is asyncio.current_task())
-
-    async def _on_connection_close(self, closing: asyncio.Future[Any]) -> None:
-        # A channel that is being restored holds a lock that its restoration on the next connection needs. If the lost
-        # connection was blocked, aiormq would let the channel wait forever for the end of the block.
-        if self.transport is not None:
-            unblocked: asyncio.Event = self.transport.connection._Connection__connection_unblocked  # type: ignore[attr-defined]
-            unblocked.set()
-        await super()._on_connection_close(closing)
 
 
 def address_of(url: object, parameters: Mapping[str, object]) -> URL:

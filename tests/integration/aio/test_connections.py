@@ -319,6 +319,30 @@ async def test_a_robust_connection_that_was_lost_while_blocked_restores_a_channe
     await connection.close()
 
 
+@pytest.mark.parametrize("robust", [False, True])
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_the_end_of_a_blocked_connection_ends_the_wait_of_a_channel_that_is_being_opened(
+    broker: Broker, robust: bool, is_lost: bool
+) -> None:
+    connection = await connect_async(broker.url, robust=robust)
+    await connection.channel()
+    broker.block("memory")
+    assert connection.transport is not None
+    unblocked = connection.transport.connection._Connection__connection_unblocked  # type: ignore[attr-defined]
+    await soon(lambda: not unblocked.is_set())
+    opening = asyncio.ensure_future(connection.channel().initialize())
+    await asyncio.sleep(0)
+    assert not opening.done()
+    if is_lost:
+        broker.drop_connections()
+    else:
+        await connection.close()
+    await asyncio.wait((opening,), timeout=PATIENCE)
+    assert opening.done()
+    assert opening.exception() is not None
+    await connection.close()
+
+
 async def test_a_cancelled_task_of_a_robust_connection_that_reconnects_ends(broker: Broker) -> None:
     with FaultProxy(broker.url) as proxy:
         connection = await connect_async(proxy.url, robust=True, reconnect_interval=0.01)
