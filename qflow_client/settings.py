@@ -306,9 +306,10 @@ class ProducerSettings:
         return_to_first: if the first host answers for this number of seconds, a producer on another host returns to it
             (E15). The first host is probed four times in this period. If the connection to the first host is lost or
             blocked within this time, the next wait is twice as long. ``None`` to never return.
-        liveness: if confirms are missing and the broker sends nothing for this number of seconds, the producer sends a
-            probe (E15). If the broker sends nothing for another half of this time, the producer ends the connection and
-            tries the next host first. ``None`` to use only heartbeats.
+        liveness: if confirms are missing and the broker is silent for this number of seconds, the producer sends a
+            probe (E15). If the broker is silent for another half of this time, the producer ends the connection and
+            tries the next host first. A broker is not silent while it sends something or still reads a large message.
+            ``None`` to use only heartbeats.
         on_refused: what happens to a message that the broker refuses because it has no room: ``"retry"`` or ``"fail"``.
         retry_for: seconds for which the producer sends a refused message again and again. Then the message is settled.
         delivery_timeout: maximum seconds from the admission of a message until it is settled; ``None`` for no limit.

@@ -7,9 +7,12 @@ if the first host answers again, or if the credentials cannot be replaced in tim
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from qflow_client.amqp.tap import Tap
 from qflow_client.background import Timer
@@ -20,6 +23,9 @@ from qflow_client.renewal import Asker, Renewer
 from qflow_client.returning import Returner
 
 __all__ = ["Upkeep"]
+
+# Bytes that the system's send buffer holds unsent with `liveness`. The watch does not see that a broker reads them.
+_UNSENT = 1 << 17
 
 
 class Upkeep:
@@ -62,9 +68,12 @@ class Upkeep:
         # The argument `pump` of the last call of `begin`.
         self._pump: Callable[[], object]
 
-    def begin(self, tap: Tap, pump: Callable[[], object], now: float) -> None:
-        """Start the supervision of an open connection. `pump` writes the producer's waiting frames to the socket."""
+    def begin(self, tap: Tap, pump: Callable[[], object], sock: Any, now: float) -> None:
+        """Start the supervision of an open connection. `pump` writes the producer's waiting frames to `sock`."""
         self._tap, self._pump = tap, pump
+        if self._protocol.settings.liveness is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            with suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
         self._watch.opened(now)
         self._look_later()
         self._returner.begin()

@@ -279,7 +279,7 @@ class Link:
         tapped.add_after(self._after_io)
         if self._is_own:
             tapped.delay = self._delay
-            self._upkeep.begin(tapped.tap, tapped.pump, now)
+            self._upkeep.begin(tapped.tap, tapped.pump, tapped.get_extra_info("socket"), now)
         channel.closing.add_done_callback(self._on_channel_close)
         if self._restoration is not None:
             self._restoration.end()

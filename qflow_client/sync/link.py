@@ -401,7 +401,7 @@ class Link(ChannelIO):
         if not self._is_up:
             self._is_up, now = True, time.monotonic()
             self._reconnection.opened(now)
-            self._upkeep.begin(self._tap, self.services.pump, now)
+            self._upkeep.begin(self._tap, self.services.pump, self.services.tapped, now)
             if not self._opened.done():
                 self._opened.set_result(None)
             else:

@@ -18,6 +18,7 @@ from qflow_client.broker import Broker
 from qflow_client.recovery import Watch
 from qflow_client.returning import answers
 from qflow_client.testing.proxy import FaultProxy
+from qflow_client.upkeep import Upkeep
 from tests.certificates import server_context
 from tests.effort import EFFORT
 
@@ -123,6 +124,26 @@ def test_E15_a_producer_stays_on_a_host_with_late_confirms_that_answers_the_live
     broker.release_confirms()
     receipt.result(PATIENCE)
     assert bodies(broker) == [b"1"]
+
+
+@pytest.mark.parametrize(("liveness", "is_limited"), [(PATIENCE, True), (None, False)])
+def test_E15_with_liveness_the_system_buffers_little_of_a_large_message(
+    make_producer: Callable[..., Producer],
+    broker: Broker,
+    monkeypatch: pytest.MonkeyPatch,
+    liveness: float | None,
+    is_limited: bool,
+) -> None:
+    begin = Upkeep.begin
+    limits: list[int] = []
+
+    def begin_and_read_limit(upkeep: Upkeep, tap: Tap, pump: Any, sock: Any, now: float) -> None:
+        begin(upkeep, tap, pump, sock, now)
+        limits.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT))
+
+    monkeypatch.setattr(Upkeep, "begin", begin_and_read_limit)
+    make_producer(broker.url, liveness=liveness)
+    assert [0 < limit < 1 << 18 for limit in limits] == [is_limited]
 
 
 @pytest.mark.timeout(900)
