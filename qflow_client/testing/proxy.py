@@ -344,10 +344,8 @@ class FaultProxy:
 
         Raises:
             TimeoutError: the result was not true within `timeout` seconds. The error text lists the connections.
-            TypeError: `predicate` is a coroutine function.
+            TypeError: `predicate` returned a coroutine.
         """
-        if inspect.iscoroutinefunction(predicate):
-            raise TypeError("the predicate is a coroutine function, which is not awaited; use a plain function")
         self._check_process()
         end = time.monotonic() + timeout
         with self._changed:
@@ -355,7 +353,11 @@ class FaultProxy:
         try:
             while True:
                 version = self._version
-                if predicate(self):
+                result = predicate(self)
+                if inspect.iscoroutine(result):
+                    result.close()
+                    raise TypeError("the predicate is a coroutine function, which is not awaited; use a plain function")
+                if result:
                     return
                 if not self._await_change(version, end):
                     raise TimeoutError(

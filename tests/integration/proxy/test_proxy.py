@@ -118,12 +118,14 @@ def test_the_proxy_passes_the_end_of_one_direction_on_in_order_and_the_other_dir
     proxy.wait_until(lambda proxy: not proxy.connections)
 
 
-def test_the_proxy_refuses_to_wait_for_a_coroutine_function(proxy):
+def test_the_proxy_refuses_to_wait_for_a_coroutine(proxy):
     async def is_empty(proxy: FaultProxy) -> bool:
         return not proxy.connections
 
-    with pytest.raises(TypeError, match="use a plain function"):
-        proxy.wait_until(is_empty)
+    # A lambda is not a coroutine function, but its result can be a coroutine.
+    for predicate in (is_empty, lambda proxy: is_empty(proxy)):
+        with pytest.raises(TypeError, match="use a plain function"):
+            proxy.wait_until(predicate)
 
 
 def test_the_proxy_passes_a_tcp_reset_on(dial, proxy):
