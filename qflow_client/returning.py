@@ -74,10 +74,14 @@ class Returner:
         # The timer of the latest probe; ``None`` if no probe was planned on this connection.
         self._timer: Timer | None = None
         self._is_open = False
+        # When the last connection ended; 0 before.
+        self._ended_at = 0.0
 
     def begin(self) -> None:
         self._is_open = True
-        self._return.opened(self._reconnection.host, time.monotonic())
+        host = self._reconnection.host
+        # If no host could be reached for a time, this time is not a part of the stay on the first host.
+        self._return.opened(host, self._ended_at if host else time.monotonic())
         self._probe_later()
 
     def served_until(self, now: float) -> None:
@@ -85,7 +89,8 @@ class Returner:
         self._return.served_until(now)
 
     def end(self) -> None:
-        self._is_open = False
+        if self._is_open:
+            self._is_open, self._ended_at = False, time.monotonic()
         self._probe.cancel()
         if self._timer is not None:
             self._timer.cancel()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 
 from qflow_client import ProducerSettings
 from qflow_client.recovery import Backoff, Reconnection, Return, Watch, hosts_in_order, is_final, retries
+from qflow_client.returning import Returner
 
 HOSTS = ["amqp://u:secret@one/", "amqp://u:secret@two/"]
 
@@ -300,6 +304,26 @@ def test_E15_a_time_in_which_the_first_host_blocks_the_connection_does_not_make_
         rule.served_until(at + kept)
         now = at + kept + 80.0
     assert waits == [60.0, 120.0, 240.0, 60.0]
+
+
+def test_E15_a_time_without_a_connection_does_not_make_the_stay_on_the_first_host_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    tries = reconnection(return_to_first=60.0)
+    unused: Any = Mock()
+    returner = Returner(tries, ProducerSettings(url=HOSTS, return_to_first=60.0), unused, unused, unused)
+    returner._return._returns = 1
+    returner.begin()
+    now = 10.0
+    returner.end()
+    now = 90.0
+    # Each failed try to connect calls `end`, too.
+    returner.end()
+    tries.host = 1
+    returner.begin()
+    assert returner._return._returns == 1
 
 
 def test_E15_reopening_a_channel_does_not_change_when_a_producer_returns_to_the_first_host() -> None:
