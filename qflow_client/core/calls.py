@@ -153,7 +153,9 @@ def _has_stalled(protocol: ProducerProtocol, before: int, now: float) -> bool:
     Args:
         before: how many messages were unsettled at the last check; -1 at the first check.
     """
-    protocol.controller.look(now)
-    late = any(map(protocol.gate.is_held_by, (HoldKind.CAPACITY, HoldKind.TRANSPORT)))
+    controller, limits = protocol.controller, (HoldKind.CAPACITY, HoldKind.TRANSPORT)
+    controller.look(now)
+    # Ask the limiter too, because the controller of a closed producer raises no new hold.
+    late = controller.limiter.refusal(1, now) in limits or any(map(protocol.gate.is_held_by, limits))
     stopped = protocol.is_stopped or any(map(protocol.gate.is_held_by, (HoldKind.DISCONNECTED, HoldKind.REFUSED)))
     return stopped or (late and protocol.unsettled == before)

@@ -232,5 +232,15 @@ def test_a_close_that_drains_does_not_wait_for_messages_that_cannot_be_sent_beca
     assert until is None
 
 
+def test_a_close_that_drains_does_not_wait_for_a_silent_broker_if_the_last_message_has_filled_the_window() -> None:
+    protocol = make(capacity=2)
+    send(protocol)
+    send(protocol)
+    drain(protocol)
+    call = calls.close(protocol, "me", 5.0, 0.0, "closed for a test", waits_for_holds=False)
+    assert resume(call, None) == (0.5, None)
+    assert resume(call, 0.5) == (None, None)
+
+
 def test_closing_a_producer_without_unsettled_messages_does_not_wait() -> None:
     assert resume(calls.drain(make(), "me", 5.0, 0.0), None) == (None, None)
