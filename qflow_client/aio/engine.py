@@ -428,15 +428,13 @@ class Engine(BaseEngine):
         now = _monotonic()
         call = calls.close(self.protocol, waiter, deadline, now, self._reason, waits_for_holds=waits_for_holds)
         try:
-            # Close before `unregister` lifts the hold of the manager. Otherwise it would admit waiting messages.
-            self.protocol.close(self._reason, now)
-            self.unregister()
             await self.drive(call, waiter)
             patience = good_bye_until(deadline)
         except BaseException as caught:
             error, patience = caught, BRIEF
         if isinstance(error, GeneratorExit):
             # After a GeneratorExit the loop does not run, so do not wait.
+            self.unregister()
             raise error
         left = self.protocol.unsettled_receipts
         # End the producer in a separate task, so that a cancelled caller can still wait until the task ends.
@@ -464,6 +462,8 @@ class Engine(BaseEngine):
             if self.link is not None:
                 await self.link.close(patience)
         finally:
+            # Not before, because this lifts the hold of the manager, and would send messages that wait.
+            self.unregister()
             self.after()
             if self.observer is not None:
                 telemetry.unwatch(self.observer)

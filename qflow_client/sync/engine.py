@@ -363,9 +363,6 @@ class Engine(BaseEngine):
         def begin() -> bool:
             nonlocal first
             first = self._begin_to_close()
-            if first:
-                # Close before `unregister` lifts the hold of the manager. Otherwise it would admit waiting messages.
-                self.protocol.close(CLOSED, _monotonic())
             return first
 
         waiter = Waiter()
@@ -373,7 +370,6 @@ class Engine(BaseEngine):
         try:
             begun = self.lock.try_take(begin, deadline)
             if begun is True:
-                self.unregister()
                 if self.drive(call, waiter, deadline) is not NOT_TAKEN:
                     return self.end(good_bye_until(deadline), deadline if waits_for_holds else None)
                 begun, self._leaves_until = NOT_TAKEN, deadline
@@ -409,7 +405,6 @@ class Engine(BaseEngine):
     def _finish(self, deadline: float) -> None:
         """Wait for the messages, and end the connection, on a thread of this package."""
         try:
-            self.unregister()
             waiter = Waiter()
             call = calls.close(self.protocol, waiter, deadline, _monotonic(), self._reason, waits_for_holds=True)
             self.drive(call, waiter, None)
@@ -464,11 +459,12 @@ class Engine(BaseEngine):
         try:
             # If Ctrl-C has interrupted an earlier call of `_end`, keep the receipts that the earlier call has found.
             self._left = self._left or take(lambda: self.protocol.unsettled_receipts)
-            self.unregister()
             self.detach()
             try:
                 self.link.close(patience)
             finally:
+                # Not before, because this lifts the hold of the manager, and would send messages that wait.
+                self.unregister()
                 self._after(take)
                 if self.observer is not None:
                     telemetry.unwatch(self.observer)

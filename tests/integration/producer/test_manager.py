@@ -2,14 +2,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from qflow_client import FlowControlTimeout, FlowManager, Producer, ProducerClosed, flow_manager
+from qflow_client import (
+    FlowControlTimeout,
+    FlowManager,
+    Outcome,
+    Producer,
+    ProducerClosed,
+    UndeliveredMessages,
+    flow_manager,
+)
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
-from .tools import bodies, finish, holds, start, start_send, wait_closed, wait_in_line
+from .tools import DEADLINE, bodies, finish, holds, start, start_send, wait_closed, wait_in_line
 
 
 def test_D5_a_producer_can_be_paused_and_resumed(producer: Producer, broker: Broker) -> None:
@@ -98,6 +107,19 @@ def test_D5_a_message_that_waits_for_the_flow_manager_is_not_sent_when_its_produ
     producer.close()
     with pytest.raises(ProducerClosed):
         job.result()
+    assert bodies(broker) == []
+
+
+def test_D5_messages_that_wait_in_the_outbox_for_the_flow_manager_stay_there_when_their_producer_is_closed(
+    make_producer: Callable[..., Producer], broker: Broker, tmp_path: Path
+) -> None:
+    manager = FlowManager()
+    producer = make_producer(manager=manager, outbox=tmp_path / "outbox", when_flowed="spill")
+    manager.stop_all()
+    receipt = producer.send(b"x")
+    with pytest.raises(UndeliveredMessages):
+        producer.close(timeout=DEADLINE)
+    assert receipt.outcome is Outcome.STORED
     assert bodies(broker) == []
 
 
