@@ -105,6 +105,7 @@ _THREADS_ONLY = (
     "test_on_delivery_may_send_even_if_other_threads_send_faster_than_receipts_are_reported",
     "test_flush_and_wait_unflowed_succeed_if_their_condition_becomes_true_exactly_at_the_deadline",
     "test_receipts_that_wait_for_on_delivery_are_bounded",
+    "test_a_producer_uses_the_certificates_that_it_has_read_if_it_cannot_read_the_files_when_it_reconnects",
 )
 
 

@@ -14,7 +14,7 @@ from qflow_client import ConnectionFailed, Outcome, Producer
 from qflow_client.broker import Broker
 from tests.certificates import certify, server_context
 
-from .tools import eventually
+from .tools import eventually, logged
 
 Pair = tuple[Path, Path]
 
@@ -100,7 +100,28 @@ def test_a_producer_reads_the_files_of_certificates_again_when_it_reconnects(
     trusted.write_bytes(client[0].read_bytes())
     broker.drop_connections()
     eventually(lambda: producer.health().state == "disconnected" and fails("certificate verify failed"))
-    trusted.write_bytes(b"")
-    eventually(lambda: fails("no certificate or crl found"))
     trusted.write_bytes(certificate[0].read_bytes())
     assert producer.send(b"x", timeout=20).result(timeout=20) is Outcome.CONFIRMED
+
+
+@pytest.mark.parametrize("content", [None, b""])
+def test_a_producer_uses_the_certificates_that_it_has_read_if_it_cannot_read_the_files_when_it_reconnects(
+    make_producer: Callable[..., Producer],
+    options: Callable[..., str],
+    wary: Broker,
+    certificate: Pair,
+    client: Pair,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    content: bytes | None,
+) -> None:
+    key = tmp_path / "key.pem"
+    key.write_bytes(client[1].read_bytes())
+    producer = make_producer(f"{wary.url}?{options(certificate[0], (client[0], key))}", reconnect_delay=0.01)
+    if content is None:
+        key.unlink()
+    else:
+        key.write_bytes(content)
+    wary.drop_connections()
+    assert producer.send(b"x", timeout=20).result(timeout=20) is Outcome.CONFIRMED
+    assert any("the certificates that were read before are used again" in each for each in logged(caplog))
