@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -157,6 +157,8 @@ class _Producer(Protocol):
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]: ...
 
+    def _wall_time(self, now: float) -> float: ...
+
 
 @dataclass(eq=False, slots=True)
 class _Watch:
@@ -165,12 +167,10 @@ class _Watch:
     producer: _Producer
     lines: ProducerLines
     unsubscribe: Callable[[], None] = lambda: None
-    # The producer's time in seconds since 1970 minus `time.monotonic`. A change of the wall clock does not change it.
-    offset: float = field(default_factory=lambda: time.time() - time.monotonic())
 
     def tell(self, at: float) -> None:
         """Write lines about the present holds up to `at`, a time of `time.monotonic` in seconds."""
-        self.lines.tell(microseconds(at + self.offset))
+        self.lines.tell(microseconds(self.producer._wall_time(at)))
 
 
 class FlowLog:
@@ -276,18 +276,14 @@ class FlowLog:
             )
         settings = producer.settings
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
-        lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))
+        at = microseconds(producer._wall_time(time.monotonic()))
+        lines = ProducerLines(settings.name, queue or "", self.write, at)
         watch = _Watch(producer, lines)
-
-        def take(event: FlowEvent) -> None:
-            watch.offset = event.at - time.monotonic()
-            self._put((watch, event))
-
         # Subscribe before reading the present holds, to miss no event. `_raised` ignores a hold that is reported twice.
-        watch.unsubscribe = producer.on_flow(take)
+        watch.unsubscribe = producer.on_flow(lambda event: self._put((watch, event)))
         state = producer.flow_state
         with self._writing:
-            lines.begin(state, microseconds(time.time()))
+            lines.begin(state, microseconds(producer._wall_time(time.monotonic())))
         with self._lock:
             self._watches.append(watch)
 

@@ -347,6 +347,10 @@ class BaseProducer(ABC, Generic[_Receipt]):
         state = self._engine.try_step(lambda protocol: protocol.flow_state(_monotonic()))
         return self._protocol.flow_seen(_monotonic()) if state is NOT_TAKEN else state
 
+    def _wall_time(self, now: float) -> float:
+        """Convert a time of `time.monotonic` to the time in flow events. A change of the wall clock changes neither."""
+        return self._protocol.reports.wall_time(now)
+
     def health(self) -> Health:
         """The health of the producer, for probes and dashboards. Any thread may call this method (E12)."""
         return Health.of(

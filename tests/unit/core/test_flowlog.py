@@ -42,6 +42,10 @@ class Fake:
         self.flow_state = FlowState(holds, None, 0, {})
         self.closed = False
         self.listeners: list[Any] = []
+        self.wall_offset = time.time() - time.monotonic()
+
+    def _wall_time(self, now: float) -> float:
+        return now + self.wall_offset
 
     def on_flow(self, callback):
         self.listeners.append(callback)
@@ -97,6 +101,16 @@ def test_a_flow_log_does_not_count_a_change_of_the_wall_clock_as_time_of_a_hold(
     raised, *held = _lines(tmp_path)
     assert held
     assert 0 < cast("int", held[-1]["at"]) - cast("int", raised["at"]) < 60_000_000
+
+
+def test_a_flow_log_covers_the_whole_time_of_a_hold_even_if_a_slow_callback_delays_its_event(tmp_path: Path) -> None:
+    producer, began = Fake(), time.time() - 30.0
+    with FlowLog(tmp_path, period=1e-6) as log:
+        log.watch(producer)
+        hold = Hold("paused", began)
+        producer.listeners[0](_event(FlowEventKind.FLOWED, hold, (hold,), began))
+    raised, *held = _lines(tmp_path)
+    assert cast("int", held[-1]["at"]) - cast("int", raised["at"]) > 29_000_000
 
 
 def test_a_flow_log_watches_no_producer_after_its_end_and_in_a_forked_child(
