@@ -267,8 +267,6 @@ class FlowLog:
         Raises:
             RuntimeError: the log is closed, or it was created in the parent of this forked process.
         """
-        if self._closed:
-            raise RuntimeError("the flow log is closed; create another one")
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"the flow log was created in process {self._pid}, and this is process {os.getpid()}: create a flow "
@@ -284,8 +282,14 @@ class FlowLog:
         state = producer.flow_state
         with self._writing:
             lines.begin(state, microseconds(producer._wall_time(time.monotonic())))
+        # Check this with the lock, because another thread may be closing the log.
         with self._lock:
-            self._watches.append(watch)
+            closed = self._closed
+            if not closed:
+                self._watches.append(watch)
+        if closed:
+            watch.unsubscribe()
+            raise RuntimeError("the flow log is closed; create another one")
 
         def unwatch() -> None:
             watch.unsubscribe()

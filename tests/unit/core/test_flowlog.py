@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +121,20 @@ def test_a_flow_log_watches_no_producer_after_its_end_and_in_a_forked_child(
         patch.setattr(os, "getpid", lambda: 1)
         with pytest.raises(RuntimeError, match="this is process 1: create a flow log in the child"):
             log.watch(producer)
+    with pytest.raises(RuntimeError, match="closed"):
+        log.watch(producer)
+    assert producer.listeners == []
+
+
+def test_a_flow_log_that_another_thread_closes_during_watch_keeps_no_subscription(tmp_path: Path) -> None:
+    producer, log = Fake(), FlowLog(tmp_path)
+    subscribe: Callable[..., Callable[[], None]] = producer.on_flow
+
+    def on_flow(callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
+        log.close()
+        return subscribe(callback)
+
+    producer.on_flow = on_flow  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="closed"):
         log.watch(producer)
     assert producer.listeners == []
