@@ -310,7 +310,7 @@ class Link(ChannelIO):
             # Read the files of ssl_options again, because the certificates may have been replaced.
             self._hosts[reconnection.host] = parameters(reconnection.host_url, self._settings)
         except SettingsError as error:
-            # Use what was read before. For example, a process that has dropped its privileges cannot read its key again.
+            # Use what was read before. For example, a process without root rights any more cannot read its key again.
             words = "%s: the certificates that were read before are used again: %s"
             log(logging.WARNING, words, self._settings.name, error)
         self._connect()
