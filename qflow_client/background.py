@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from qflow_client.locks import Lock
+
 __all__ = ["BackgroundCall", "Timer"]
 
 _Answer = TypeVar("_Answer")
@@ -21,7 +23,7 @@ class BackgroundCall(Generic[_Answer]):
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self._function = function
         self._name = name
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._is_running = False
         # The function that gets the result of the running call; ``None`` after `cancel`, and without a running call.
         self._done: Callable[[_Answer], object] | None = None

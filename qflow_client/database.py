@@ -7,7 +7,6 @@ import os
 import re
 import sqlite3
 import stat
-import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 from qflow_client.errors import QflowError
 from qflow_client.files import lock, make_private, open_private, unlock
 from qflow_client.forks import after_fork_in_child, before_fork
+from qflow_client.locks import RLock
 from qflow_client.redaction import is_url, shown
 
 __all__ = ["BUSY", "Database", "LockFile", "OpenFiles", "check_name"]
@@ -81,7 +81,7 @@ class Database:
         #: Held during each call of SQLite and during transactions. A fork during a call could copy a locked mutex of
         #: SQLite into the child, which would then wait for it forever. A child that ends a transaction of its parent
         #: damages the file. Reentrant, because a signal handler may fork.
-        self.calling = threading.RLock()
+        self.calling = RLock()
         _databases.add(self)
         uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
         try:

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from qflow_client.database import Database
 from qflow_client.errors import QflowError
+from qflow_client.locks import Lock
 from qflow_client.message import REPUBLISHED
 from qflow_client.redaction import shown
 
@@ -230,7 +231,7 @@ class Deduplicator:
             raise ValueError(f"max_age must be more than 0 seconds, not {shown(max_age)}")
         age = math.inf if max_age is None else max_age
         self._memory = _InProcess(max_count, age) if path is None else _OnDisk(path, max_count, age)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # The messages that ``with`` blocks are handling now; the keys are message ids.
         self._handling: dict[str, _Handling] = {}
 

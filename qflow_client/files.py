@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from qflow_client.forks import after_fork_in_child
+from qflow_client.locks import RLock
 
 fcntl: Any
 try:
@@ -29,13 +29,13 @@ _PRIVATE = 0o600
 
 # A thread has this lock while it creates and closes an empty file. On POSIX, the close removes all record locks of this
 # process on the file, so SQLite must open the file later. Reentrant, because a signal handler may create a file, too.
-_making = threading.RLock()
+_making = RLock()
 
 
 def _renew_lock() -> None:
     # Another thread of the parent may have had the lock. No thread of the child would ever release it.
     global _making
-    _making = threading.RLock()
+    _making = RLock()
 
 
 after_fork_in_child(_renew_lock)

@@ -23,6 +23,7 @@ from typing import IO, Any, Protocol
 from qflow_client.events import FlowEvent, FlowEventKind, FlowState
 from qflow_client.files import lock, open_private
 from qflow_client.flow import Hold
+from qflow_client.locks import Lock
 from qflow_client.redaction import is_url, shown
 
 __all__ = ["FlowLog", "Line", "ProducerLines", "microseconds"]
@@ -231,9 +232,9 @@ class FlowLog:
         # Lines that were taken from `_waiting`, and that a full disk did not accept yet.
         self._unwritten = b""
         self._watches: list[_Watch] = []
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # Protects the file and each `ProducerLines`. Usually only the writing thread takes this lock.
-        self._writing = threading.Lock()
+        self._writing = Lock()
         self._finished: deque[Path] = deque()
         self._serial = 0
         self._file: IO[bytes] | None = None

@@ -23,6 +23,7 @@ from typing import Final, TypeVar
 
 from qflow_client.errors import NestedCall
 from qflow_client.forks import after_fork_in_child
+from qflow_client.locks import Lock
 
 __all__ = ["LOOPS", "NOT_TAKEN", "Guard", "NotTaken", "check_can_wait", "is_inside", "is_serving", "serve", "take"]
 
@@ -105,7 +106,7 @@ class Guard:
     __slots__ = ("_lock",)
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def take(self, step: Callable[[], _T]) -> _T:
         """Execute a step when no other thread executes one. Raise `NestedCall` if this thread is inside a step."""

@@ -9,7 +9,6 @@ producer connects or the first relay is created. The SDK is not needed.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections import Counter, deque
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 
 from qflow_client.events import HoldKind
 from qflow_client.forks import after_fork_in_child
+from qflow_client.locks import Lock, RLock
 from qflow_client.logs import log
 from qflow_client.message import Message, copy_position
 from qflow_client.receipt import Outcome, Receipt
@@ -462,7 +462,7 @@ class _Metrics:
 
         self._api = metrics
         # Reentrant, because the garbage collector may end a producer while this thread has the lock.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._observers: set[Observer] = set()
         # The counts of ended producers, by instrument.
         self._past: dict[str, _Series] = {name: {} for name, _, _, _ in _COUNTERS}
@@ -517,7 +517,7 @@ class _Metrics:
 
     def forget(self) -> None:
         """Forget the observers in a forked child, because the producers and their counts belong to the parent."""
-        self._lock = threading.RLock()
+        self._lock = RLock()
         for observer in self._observers:
             observer.protocol.admission.observer = None
         self._observers.clear()
@@ -526,7 +526,7 @@ class _Metrics:
 
 
 _metrics: _Metrics | None = None
-_making = threading.Lock()
+_making = Lock()
 
 
 def watch(
@@ -640,7 +640,7 @@ _backlogs: _Backlogs | None = None
 
 def _after_fork_in_child() -> None:
     global _making
-    _making = threading.Lock()
+    _making = Lock()
     if _metrics is not None:
         _metrics.forget()
     if _backlogs is not None:

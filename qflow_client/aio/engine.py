@@ -38,6 +38,7 @@ from qflow_client.errors import (
 )
 from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import LOOPS
+from qflow_client.locks import RLock
 from qflow_client.logs import write_log
 from qflow_client.message import Message
 from qflow_client.receipt import Receipt
@@ -144,7 +145,7 @@ class Engine(BaseEngine):
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
         # Held in `_end_without_loop`. Reentrant, because a finalizer may interrupt this method and call it too.
-        self._last_end = threading.RLock()
+        self._last_end = RLock()
         # The task that ends a dropped producer, or closes the producer for `close_later`.
         self._ending: asyncio.Task[None] | None = None
         # After `close_later`: the error for undelivered messages that no call of `close` has returned; otherwise None.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from asyncio import _get_running_loop
 from collections.abc import Generator
 from contextlib import suppress
 from typing import Any
 
 from qflow_client.forks import after_fork_in_child
+from qflow_client.locks import RLock
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import check_timeout
 
@@ -17,13 +17,13 @@ __all__ = ["AsyncReceipt", "wake_in_its_loop"]
 
 # Guards the registration of futures, because tasks in the loops of several threads may wait for one receipt. Reentrant,
 # because a finalizer may interrupt a registration and register another future.
-_registering = threading.RLock()
+_registering = RLock()
 
 
 def _after_fork_in_child() -> None:
     # Another thread of the parent may have held the lock. No thread of the child would release it.
     global _registering
-    _registering = threading.RLock()
+    _registering = RLock()
 
 
 after_fork_in_child(_after_fork_in_child)

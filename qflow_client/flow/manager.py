@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Protocol
+
+from qflow_client.locks import RLock
 
 __all__ = ["FlowManager", "FlowResource"]
 
@@ -42,7 +43,7 @@ class FlowManager:
         #: The source of the holds.
         self.name = name
         # Reentrant, because a finalizer of a resource may call `unregister` while this thread has the lock.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._resources: weakref.WeakSet[FlowResource] = weakref.WeakSet()
         # The reason that was passed to `stop_all`; ``None`` if the resources are not stopped.
         self._stopped: str | None = None
@@ -114,7 +115,7 @@ class FlowManager:
 
     def forked(self) -> None:
         """Replace the lock in a forked child process, because another thread of the parent may have had the lock."""
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     def _each(self, done: str, do: Callable[[FlowResource], None]) -> int:
         errors = []

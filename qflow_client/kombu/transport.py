@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from typing import Any
 
 from amqp.exceptions import RecoverableConnectionError
@@ -13,6 +12,7 @@ from kombu.transport import pyamqp
 from qflow_client.errors import SettingsError
 from qflow_client.forks import after_fork_in_child
 from qflow_client.kombu.connection import Connection
+from qflow_client.locks import Lock
 
 __all__ = ["SSLTransport", "Transport"]
 
@@ -27,7 +27,7 @@ class _Kept:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._of: dict[str, list[Connection]] = {}
 
     def put(self, connection: Connection) -> None:

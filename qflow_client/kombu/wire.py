@@ -8,7 +8,6 @@ import select
 import socket
 import ssl
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from amqp.transport import SSLTransport, TCPTransport
 from qflow_client.amqp.frames import METHOD_FRAME, FrameError
 from qflow_client.amqp.tap import Tap
 from qflow_client.forks import replace_copy
+from qflow_client.locks import RLock
 
 __all__ = ["PlainWire", "TLSWire", "Unanswered", "Wire"]
 
@@ -176,7 +176,7 @@ class Wire:
         # Maximum seconds of py-amqp's next read.
         self._patience: float | None = None
         # Held during each write, because other threads of a worker pool may acknowledge on this connection.
-        self._writing = threading.RLock()
+        self._writing = RLock()
         # True during a write, and after an interrupted write, because it is unknown how much of it was written.
         self._is_torn = False
         # Whether a frame of py-amqp is partly written.
@@ -216,7 +216,7 @@ class Wire:
         self.connected = False
         self._quick_recv = self.check_connected
         # A thread of the parent may have held the lock during the fork.
-        self._writing = threading.RLock()
+        self._writing = RLock()
         self._frames = b""
         self.later.clear()
         # Do not close the pipes, because `_Bell.close` would read bytes that are for the parent.

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from qflow_client.database import Database
+from qflow_client.locks import Lock
 
 __all__ = ["FileAccess"]
 
@@ -47,9 +48,9 @@ class FileAccess:
         #: The sequence up to which all messages are on disk; set by the thread that uses the file.
         self.durable = durable
         # Held while the file is used.
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # Guards `_current` and `_waiting`.
-        self._turns_lock = threading.Lock()
+        self._turns_lock = Lock()
         # The turn of the thread that uses the file, and the waiting turns, in order.
         self._current: _Turn | None = None
         self._waiting: list[_Turn] = []

@@ -16,11 +16,11 @@ interrupted is withdrawn.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from qflow_client.database import Database
+from qflow_client.locks import Lock
 from qflow_client.outbox import file as outboxfile
 from qflow_client.position import Position
 
@@ -49,7 +49,7 @@ class Noted:
 
     def __init__(self, file: Database) -> None:
         # Guards the attributes that several threads use. The other attributes belong to the thread that writes.
-        self.lock = threading.Lock()
+        self.lock = Lock()
         #: The sequence of the last message, and the sequence up to which messages with ``permit=False`` may be sent.
         self.last, self._permitted = outboxfile.state(file)
         # The value of `_permitted` that is on disk.

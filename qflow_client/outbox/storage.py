@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.guard import take
+from qflow_client.locks import Lock
 from qflow_client.logs import log
 from qflow_client.outbox.commits import CommitWaits
 from qflow_client.outbox.errors import NotDurable, OutboxError
@@ -53,7 +54,7 @@ class Storage:
         #: The name of the producer.
         self.name = settings.name
         # Guards `_is_closed` and `_opened`, because one thread may close the outbox while another thread opens it.
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._is_closed = False
         self._opened: Outbox | None = None
         self._waits = CommitWaits()

@@ -18,6 +18,7 @@ from sqlalchemy import Connection, DateTime, Engine, select, text
 from sqlalchemy import func as sql
 from sqlalchemy.orm import Session
 
+from qflow_client.locks import Lock
 from qflow_client.sqlalchemy.tables import Tables, dialect_of
 
 __all__ = ["Backlog", "measure"]
@@ -71,7 +72,7 @@ class Backlog:
     def __init__(self, engine: Engine, tables: Tables) -> None:
         self._engine = engine
         self._tables = tables
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # The thread of the running query; ``None`` while no query runs.
         self._thread: threading.Thread | None = None
         self._next_at = 0.0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 from qflow_client.forks import after_fork_in_child
 from qflow_client.guard import check_can_wait
+from qflow_client.locks import RLock
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import check_timeout
 from qflow_client.sync.latch import Latch
@@ -13,13 +12,13 @@ from qflow_client.sync.latch import Latch
 __all__ = ["SyncReceipt"]
 
 # Guards the creation of latches. Reentrant, because a finalizer may interrupt this thread and wait for a receipt.
-_making = threading.RLock()
+_making = RLock()
 
 
 def _after_fork_in_child() -> None:
     # Another thread of the parent may have locked the lock. No thread of the child would release it.
     global _making
-    _making = threading.RLock()
+    _making = RLock()
 
 
 after_fork_in_child(_after_fork_in_child)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from qflow_client.locks import RLock
+
 __all__ = ["Runner"]
 
 _Result = TypeVar("_Result")
@@ -42,7 +44,7 @@ class Runner:
         # hold the lock. Otherwise the loop could end before a scheduled call runs, and the caller would wait forever.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
-        self._loop_lock = threading.RLock()
+        self._loop_lock = RLock()
         # The process with the loop. A forked child has a copy of this object, but no thread that runs the loop.
         self._pid = 0
         # The thread, and a future that ends the thread when its result is set. None if `run` did not start the loop.
