@@ -342,9 +342,16 @@ def _matches(headers: Headers, is_any: bool, wanted: Iterable[tuple[str, object]
     return not is_any
 
 
-def _is_equal(value: object, wanted: object) -> bool:
-    # As in RabbitMQ, true is not 1 and false is not 0. In Python, they are equal.
-    return value == wanted and isinstance(value, bool) is isinstance(wanted, bool)
+def _is_equal(value: Any, wanted: Any) -> bool:
+    # As in RabbitMQ, 1, 1.0 and true differ, also inside of tables and arrays. In Python, they are equal.
+    if value != wanted:
+        return False
+    if isinstance(value, dict):
+        return all(_is_equal(value[key], wanted[key]) for key in value)
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_equal, value, wanted))
+    is_bool, is_float = isinstance(wanted, bool), isinstance(wanted, float)
+    return isinstance(value, bool) is is_bool and isinstance(value, float) is is_float
 
 
 _KINDS: dict[ExchangeType, type[Exchange]] = {
