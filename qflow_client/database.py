@@ -331,11 +331,16 @@ class OpenFiles:
 
     SQLite itself would continue to write to a deleted file. Without the lock file, another process may have opened the
     database. Without the `-wal` file, a crash loses commits.
+
+    The path of the `Database` must be absolute, because the process may change its working directory.
     """
 
-    def __init__(self, path: Path, lock_file: LockFile) -> None:
+    def __init__(self, file: Database, lock_file: LockFile) -> None:
+        path = file.path
+        # SQLite creates the `-wal` file at the first read.
+        file.one("PRAGMA user_version")
         wal = Path(f"{os.path.realpath(path)}-wal")
-        self._files = [(path.absolute(), path.stat()), (lock_file.path, lock_file.opened)]
+        self._files = [(path, path.stat()), (lock_file.path, lock_file.opened)]
         if wal.exists():
             self._files.append((wal, wal.stat()))
 
@@ -348,7 +353,7 @@ def _is_at(path: Path, opened: os.stat_result) -> bool:
     """Return whether a path still has the file that was opened there. Return True if this is not known."""
     try:
         return os.path.samestat(path.stat(), opened)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         return True

@@ -113,8 +113,8 @@ class Outbox:
             self._file = outboxfile.open_file(self.path, synchronous=synchronous, timeout=timeout)
             # After an error, close the file at once. Otherwise only the garbage collector would close it.
             after_error.callback(self._file.close)
+            self._open_files = OpenFiles(self._file, self._lock_file)
             self._noted = Noted(self._file)
-            self._open_files = OpenFiles(self.path, self._lock_file)
             aside = outboxfile.aside(self._file)
             after_error.pop_all()
         last = self._noted.last

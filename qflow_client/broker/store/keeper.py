@@ -113,6 +113,8 @@ class Keeper:
     def _open(self) -> Store:
         # Keep the store here, so that `_end` closes it even if `start` was cancelled meanwhile.
         self._store = Store(self._path, synchronous=self._synchronous)
+        # The absolute path, for files that are opened later.
+        self._path = self._store.path
         return self._store
 
     async def _recover(self, store: Store) -> None:
@@ -340,6 +342,12 @@ class Keeper:
     def _close_store(self) -> None:
         store, self._store = self._store, None
         if store is not None:
+            if store.first_gone() == store.path:
+                _log.error(
+                    "%s: the file was deleted, moved or replaced, so the next broker will not find its queues and "
+                    "messages",
+                    store.path,
+                )
             store.close()
 
     async def _close(self, thread: DiskThread, close: Callable[[], None]) -> None:

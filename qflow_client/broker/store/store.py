@@ -25,6 +25,7 @@ from qflow_client.broker.store.errors import StoreError
 from qflow_client.broker.store.journal import Batch, Found, FoundMessage, Put
 from qflow_client.broker.store.topologylog import Change
 from qflow_client.database import Database, LockFile, OpenFiles, check_name
+from qflow_client.redaction import is_url
 
 __all__ = ["BodyReader", "Store"]
 
@@ -148,7 +149,9 @@ class Store:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, synchronous: str = "full") -> None:
-        self.path = Path(os.fspath(path))
+        #: The absolute path of the file, because the process may change its working directory.
+        # A URL stays unchanged, so that `LockFile` recognises and rejects it.
+        self.path = Path(path) if is_url(path) else Path(path).absolute()
         if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
             raise StoreError(
                 f"{self.path}: a store needs SQLite 3.33 or later, and this Python has {sqlite3.sqlite_version}; use "
@@ -168,13 +171,14 @@ class Store:
                 if self.path.exists() and 0 < self.path.stat().st_size < _MIN_FILE_SIZE:
                     raise StoreError(f"{self.path} is damaged: it is cut off; {_WAY_OUT}")
                 self._file = _open(self.path, synchronous=synchronous.upper())
+                # Before the next check, which is slow if the file is large: the file may be replaced meanwhile.
+                self._open_files = OpenFiles(self._file, self._lock)
                 found = self._file.one("PRAGMA quick_check(1)")
                 if found != "ok":
                     raise StoreError(f"{self.path} is damaged: {found}; {_WAY_OUT}")
                 self._check_tables()
                 # Delete messages that are in no durable queue. An earlier run wrote them, for example to free memory.
                 self._file.execute("DELETE FROM message WHERE queues = '[]'")
-                self._open_files = OpenFiles(self.path, self._lock)
                 rows = self._file.rows("SELECT name, why FROM damaged ORDER BY number")
                 self.damaged += [f"{name}: {why}" for name, why in rows]
         except BaseException:
@@ -196,11 +200,12 @@ class Store:
 
     def write(self, batch: Batch) -> None:
         """Write all changes of a batch, or none."""
-        gone = self._open_files.first_gone()
+        gone = self.first_gone()
         if gone is not None:
+            # Without the other files, SQLite still writes all commits to the file when it closes the file.
+            way_out = "let consumers empty the queues and restart" if gone == self.path else "stop and restart"
             raise StoreError(
-                f"{gone} was deleted, moved or replaced while the broker uses it; put it back, or let consumers empty "
-                "the queues and restart the broker"
+                f"{gone} was deleted, moved or replaced while the broker uses it; put it back, or {way_out} the broker"
             )
         file = self._file
         with file.calling, file.transaction():
@@ -305,6 +310,10 @@ class Store:
                 else:
                     yield found
             last = rows[-1][0]
+
+    def first_gone(self) -> Path | None:
+        """Return the path of a file of this store that was deleted, moved or replaced; ``None`` if there is none."""
+        return self._open_files.first_gone()
 
     def close(self) -> None:
         if not self._lock.released:

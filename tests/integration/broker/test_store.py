@@ -23,7 +23,7 @@ from pamqp import commands
 
 from benchmarks.damage import damage
 from qflow_client import Producer
-from qflow_client.broker import Broker, StoreError
+from qflow_client.broker import Broker, Policy, PolicyDefinition, QueuePolicy, StoreError
 from qflow_client.broker.core.deadletter import DeadLetters
 from qflow_client.broker.core.wire import encode_header
 from qflow_client.broker.http.server import HttpServer
@@ -293,6 +293,38 @@ def test_a_broker_retries_to_read_a_message_body_from_disk_after_every_kind_of_e
             assert connection.channel().basic_get("q")[2] == b"x" * 100
     assert "MemoryError('no room'); messages on disk wait until the store can be read" in caplog.text
     assert "not now; messages on disk wait until the store can be read" in caplog.text
+
+
+def test_a_broker_that_stops_reports_that_its_file_was_deleted_even_if_it_had_nothing_to_write(tmp_path, caplog):
+    with Broker(store=tmp_path / "store") as broker:
+        broker.declare_queue("orders", durable=True)
+        (tmp_path / "store").unlink()
+    assert f"{tmp_path / 'store'}: the file was deleted, moved or replaced, so the next broker" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["store-wal", "store-lock"])
+def test_a_broker_that_stops_loses_no_messages_if_another_file_of_its_store_was_deleted(tmp_path, caplog, name):
+    with Broker(store=tmp_path / "store") as broker:
+        broker.declare_queue("orders", durable=True)
+        with Producer(broker.url, routing_key="orders") as producer:
+            producer.send(b"one").result(20)
+        (tmp_path / name).unlink()
+    assert caplog.text == ""
+    with Broker(store=tmp_path / "store") as broker:
+        assert [message.body for message in broker.messages("orders")] == [b"one"]
+
+
+def test_a_broker_with_a_relative_path_reads_bodies_after_a_change_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spool = Policy("spool", PolicyDefinition(policy=QueuePolicy.FLOW_TO_DISK))
+    with Broker(store="store", memory_limit=1 << 20, policies=[spool]) as broker:
+        monkeypatch.chdir("/")
+        broker.declare_queue("orders", durable=True)
+        with Producer(broker.url, routing_key="orders") as producer:
+            for _ in range(20):
+                producer.send(bytes(100_000))
+        assert broker.memory.evicted > 0
+        assert [len(message.body) for message in broker.messages("orders")] == 20 * [100_000]
 
 
 def test_a_broker_stops_even_if_it_cannot_write_to_its_disk(tmp_path, monkeypatch, caplog):

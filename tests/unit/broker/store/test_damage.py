@@ -277,6 +277,31 @@ def test_a_store_writes_nothing_after_one_of_its_files_was_deleted_or_replaced(t
     store.close()
 
 
+def test_a_store_writes_nothing_after_its_folder_was_replaced_by_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    store = Store(folder / "store", synchronous="normal")
+    folder.rename(tmp_path / "aside")
+    folder.touch()
+    with pytest.raises(StoreError, match="store was deleted, moved or replaced"):
+        store.write(Batch(changes=[Change("queue", (1, "q", False, bytes(4)))]))
+    store.close()
+
+
+def test_a_store_writes_nothing_if_its_file_was_replaced_while_it_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(store: Store) -> None:
+        store.path.rename(tmp_path / "aside")
+        store.path.touch()
+
+    monkeypatch.setattr(Store, "_check_tables", check)
+    store = Store(tmp_path / "store", synchronous="normal")
+    with pytest.raises(StoreError, match="store was deleted, moved or replaced"):
+        store.write(Batch(changes=[Change("queue", (1, "q", False, bytes(4)))]))
+    store.close()
+
+
 def test_a_file_with_hard_links_is_not_opened_as_a_store(tmp_path: Path) -> None:
     store = Store(tmp_path / "store", synchronous="normal")
     (tmp_path / "other").hardlink_to(tmp_path / "store")
