@@ -219,8 +219,14 @@ class Keeper:
 
     def _bodies(self, numbers: Sequence[int]) -> dict[int, bytes | None]:
         if self._reader is None:
-            self._reader = BodyReader(self._path)
+            self._reader = self._open_reader()
         return self._reader.read(numbers)
+
+    def _open_reader(self) -> BodyReader:
+        # Another file may have other messages with the same numbers.
+        if self._store is not None:
+            self._store.check_path()
+        return BodyReader(self._path)
 
     def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
         """Read bodies on the calling thread. Return the bodies by message number, without damaged bodies.
@@ -228,7 +234,7 @@ class Keeper:
         Raises:
             StoreError: the bodies cannot be read.
         """
-        reader = BodyReader(self._path)
+        reader = self._open_reader()
         try:
             found = reader.read(numbers)
             damaged = [number for number, body in found.items() if body is None]

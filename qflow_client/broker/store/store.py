@@ -315,6 +315,11 @@ class Store:
         """Return the path of a file of this store that was deleted, moved or replaced; ``None`` if there is none."""
         return self._open_files.first_gone()
 
+    def check_path(self) -> None:
+        """Raise `StoreError` if the path has another file or none. Any thread may call this method."""
+        if self.first_gone() == self.path:
+            raise StoreError(f"{self.path} was deleted, moved or replaced while the broker uses it")
+
     def close(self) -> None:
         if not self._lock.released:
             self._file.close()

@@ -302,6 +302,20 @@ def test_a_broker_that_stops_reports_that_its_file_was_deleted_even_if_it_had_no
     assert f"{tmp_path / 'store'}: the file was deleted, moved or replaced, so the next broker" in caplog.text
 
 
+def test_a_broker_reads_no_bodies_from_a_file_that_replaced_its_store(tmp_path):
+    spool = Policy("spool", PolicyDefinition(policy=QueuePolicy.FLOW_TO_DISK))
+    with Broker(store=tmp_path / "store", memory_limit=1 << 20, policies=[spool]) as broker:
+        broker.declare_queue("orders", durable=True)
+        with Producer(broker.url, routing_key="orders") as producer:
+            for _ in range(20):
+                producer.send(bytes(100_000))
+        shutil.copy(tmp_path / "store", tmp_path / "copy")
+        (tmp_path / "copy").replace(tmp_path / "store")
+        assert broker.memory.evicted > 0
+        with pytest.raises(StoreError, match="store was deleted, moved or replaced while the broker uses it"):
+            broker.messages("orders")
+
+
 @pytest.mark.parametrize("name", ["store-wal", "store-lock"])
 def test_a_broker_that_stops_loses_no_messages_if_another_file_of_its_store_was_deleted(tmp_path, caplog, name):
     with Broker(store=tmp_path / "store") as broker:
