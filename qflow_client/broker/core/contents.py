@@ -116,9 +116,10 @@ class Contents:
 
     # Adding.
 
-    def append(self, queue: QueueView, message: StoredMessage) -> QueueEntry:
-        """Add a message to the contents of a queue, without calling the observers."""
+    def restore(self, queue: QueueView, message: StoredMessage) -> QueueEntry:
+        """Add a message of the store to the contents of a queue, without calling the observers."""
         self.published += 1
+        self.restored += 1
         self.depth += 1
         self.size += message.size
         self.peak_depth = max(self.peak_depth, self.depth)

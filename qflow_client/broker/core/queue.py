@@ -343,7 +343,7 @@ class Queue:
                 self._note_surplus(lacks_room)
         if message.header[12] & HAS_EXPIRATION and self.dropping.expiry is None:
             self._make_expiry()
-        # `Contents.append` is inlined, because the call takes 0.1 µs of about 5 µs for each message.
+        # Not a method of `Contents`, because the call takes 0.1 µs of about 5 µs for each message.
         contents.published = sequence = contents.published + 1
         contents.depth = depth = contents.depth + 1
         contents.size = size = contents.size + message.size
@@ -361,8 +361,7 @@ class Queue:
         """Add a stored message that was enqueued `age` seconds ago. This delivers nothing and blocks no channel."""
         if message.header[12] & HAS_EXPIRATION and self.dropping.expiry is None:
             self._make_expiry()
-        entry = self.contents.append(self, message)
-        self.contents.restored += 1
+        entry = self.contents.restore(self, message)
         # The store does not record deliveries, so the message may have been delivered before the broker stopped.
         entry.redelivered = True
         for observer in self.contents.observers:
