@@ -391,7 +391,8 @@ class FlowLog:
                 # If the disk is nearly full, this writes only the beginning.
                 written = self._file.write(self._unwritten)
             except OSError as error:
-                error.filename = str(self._path)
+                # Not the path of the file, because `close` renames or deletes the file before the error is shown.
+                error.filename = str(self.folder)
                 raise
             self._unwritten = self._unwritten[written:]
             self._size += written

@@ -117,7 +117,7 @@ sys.exit(main())"""
     assert "the flow log cannot be written, so lines may be lost: File too large" in process.stderr.readline()
     process.terminate()
     _, err = process.communicate(timeout=20)
-    assert re.fullmatch(rf"qflow: {re.escape(str(tmp_path))}/_flow-.*: File too large\n", err)
+    assert err == f"qflow: {tmp_path}: File too large\n"
 
 
 @pytest.mark.program
