@@ -22,13 +22,18 @@ class KeptLock:
     released the lock when Python looks for signals.
     """
 
-    __slots__ = ("__exit__", "acquire", "release")
+    __slots__ = ("__exit__", "_lock", "acquire", "release")
 
     def __init__(self, lock: Any) -> None:
+        self._lock = lock
         self.acquire, self.release, self.__exit__ = lock.acquire, lock.release, lock.__exit__
 
     def __enter__(self) -> None:
         [*map(self.acquire, (True,))]
+
+    def locked(self) -> bool:
+        """Return whether the lock is locked, for a lock that is not recursive."""
+        return bool(self._lock.locked())
 
 
 if sys.version_info[:2] == (3, 14):

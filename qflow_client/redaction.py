@@ -261,7 +261,8 @@ def _repeats_secret(error: BaseException, url: str) -> bool:
     while each is not None and found.is_clear:
         # A traceback with a `SyntaxError` also shows the line of source in the attribute `text`.
         text = f"{each} {getattr(each, 'text', None)}"
-        if any(part in text or repr(part)[1:-1] in text for part in parts):
+        # Since Python 3.14, the error for malformed ``ssl_options`` shows them in another form.
+        if "malformed node" in text or any(part in text or repr(part)[1:-1] in text for part in parts):
             return True
         each = each.__cause__ or each.__context__
     return not found.is_clear
