@@ -328,7 +328,7 @@ async def test_the_end_of_a_blocked_connection_ends_the_wait_of_a_channel_that_i
     await connection.channel()
     broker.block("memory")
     assert connection.transport is not None
-    unblocked = connection.transport.connection._Connection__connection_unblocked  # type: ignore[attr-defined]
+    unblocked = connection.transport.connection._Connection__connection_unblocked  # type: ignore[attr-defined]  # private
     await soon(lambda: not unblocked.is_set())
     opening = asyncio.ensure_future(connection.channel().initialize())
     await asyncio.sleep(0)

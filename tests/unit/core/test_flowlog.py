@@ -134,7 +134,7 @@ def test_a_flow_log_that_another_thread_closes_during_watch_keeps_no_subscriptio
         log.close()
         return subscribe(callback)
 
-    producer.on_flow = on_flow  # type: ignore[method-assign]
+    producer.on_flow = on_flow  # type: ignore[method-assign]  # of the fake
     with pytest.raises(RuntimeError, match="closed"):
         log.watch(producer)
     assert producer.listeners == []
