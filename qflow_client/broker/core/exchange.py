@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from numbers import Number
 from operator import itemgetter
 from typing import Any
 
@@ -343,15 +344,14 @@ def _matches(headers: Headers, is_any: bool, wanted: Iterable[tuple[str, object]
 
 
 def _is_equal(value: Any, wanted: Any) -> bool:
-    # As in RabbitMQ, 1, 1.0 and true differ, also inside of tables and arrays. In Python, they are equal.
+    # As in RabbitMQ 4, 1, 1.0 and true differ, also inside of tables and arrays. In Python, they are equal.
     if value != wanted:
         return False
     if isinstance(value, dict):
         return all(_is_equal(value[key], wanted[key]) for key in value)
     if isinstance(value, (list, tuple)):
         return all(map(_is_equal, value, wanted))
-    is_bool, is_float = isinstance(wanted, bool), isinstance(wanted, float)
-    return isinstance(value, bool) is is_bool and isinstance(value, float) is is_float
+    return not isinstance(wanted, Number) or type(value) is type(wanted)
 
 
 _KINDS: dict[ExchangeType, type[Exchange]] = {

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,6 +132,7 @@ def test_E7_a_topic_exchange_does_not_look_at_bindings_that_cannot_match(monkeyp
         ({"x-match": "any", "a": 1}, None, False),
         ({"a": 1}, {"a": 1.0}, False),
         ({"a": 1.0}, {"a": 1.0}, True),
+        ({"a": 1}, {"a": Decimal(1)}, False),
         ({"a": 1}, {"a": True}, False),
         ({"a": False}, {"a": 0}, False),
         ({"a": False}, {"a": False}, True),
