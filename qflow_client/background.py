@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from qflow_client.locks import Lock
 
-__all__ = ["BackgroundCall", "Timer"]
+__all__ = ["BackgroundCall", "Timer", "join"]
 
 _Answer = TypeVar("_Answer")
+
+
+def join(thread: threading.Thread, timeout: float) -> None:
+    """Wait at most `timeout` seconds for the end of a thread. At the end of Python do not wait: no thread runs then."""
+    if not sys.is_finalizing():
+        thread.join(timeout)
 
 
 class BackgroundCall(Generic[_Answer]):

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from qflow_client.background import join
 from qflow_client.guard import is_inside, take
 from qflow_client.logs import log
 from qflow_client.outbox.errors import OutboxError
@@ -141,7 +142,7 @@ class Writer:
         self._end.set()
         self.set()
         if self._thread.is_alive():
-            self._thread.join(timeout)
+            join(self._thread, timeout)
 
     # The methods below run on the thread.
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from qflow_client.background import join
 from qflow_client.logs import log
 
 __all__ = ["Dispatcher"]
@@ -74,4 +75,4 @@ class Dispatcher:
         """
         self._calls.put(None)
         if self._thread is not None and not self.is_current_thread:
-            self._thread.join(timeout)
+            join(self._thread, timeout)

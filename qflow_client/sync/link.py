@@ -25,6 +25,7 @@ from pika.exceptions import ConnectionClosed as PikaConnectionClosed
 
 from qflow_client.amqp import coalescing
 from qflow_client.amqp.tap import Tap
+from qflow_client.background import join
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import SettingsError
 from qflow_client.guard import Guard, serve
@@ -223,10 +224,10 @@ class Link(ChannelIO):
             return
         self.services.add_callback_threadsafe(self._leave)
         try:
-            self._thread.join(timeout)
+            join(self._thread, timeout)
         finally:
             self.cut()
-        self._thread.join(_CUT_GRACE)
+        join(self._thread, _CUT_GRACE)
 
     def cut(self) -> None:
         """Abort the connection, if it has not ended."""
