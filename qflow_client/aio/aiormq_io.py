@@ -403,7 +403,9 @@ class TapTransport(asyncio.Transport):
 
     def abort(self) -> None:
         self._broken = True
-        self._transport.abort()
+        # On Python 3.11.2, `abort` of a TLS transport raises this error if the connection has ended.
+        with suppress(AttributeError):
+            self._transport.abort()
 
     def is_closing(self) -> bool:
         return self._closing or self._transport.is_closing()

@@ -113,6 +113,20 @@ def test_the_library_can_write_after_the_current_frame_even_if_all_writes_of_a_p
         assert bytes(written[100:111]) == b"<heartbeat>"
 
 
+def test_the_abort_of_a_tls_connection_that_has_ended_raises_no_error() -> None:
+    class Ended:
+        is_aborted = False
+
+        def abort(self) -> None:
+            self.is_aborted = True
+            raise AttributeError("'NoneType' object has no attribute '_abort'")  # as on Python 3.11.2
+
+    with parts([]) as (tapped, _, _, _):
+        tapped._transport = ended = Ended()  # type: ignore[assignment]  # it is only aborted
+        tapped.abort()
+    assert ended.is_aborted
+
+
 def test_the_library_and_a_producer_with_much_output_write_in_turn() -> None:
     with parts([0]) as (tapped, channel, written, _):
         for _ in range(4):
